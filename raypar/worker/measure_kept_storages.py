@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -88,8 +88,9 @@ class KeptStoragesMeasurement:
     Each layer reads the very tensors that the layer before returned, so a storage that both keep is recognised as one.
     """
 
-    def __init__(self, graph: Graph, batch: Mapping[str, Tensor]) -> None:
-        self._graph, self._batch = graph, batch
+    def __init__(self, graph: Graph, batch: Mapping[str, Tensor], offloaded: Collection[int] = ()) -> None:
+        """`offloaded`: indices of the layers whose activations are to be offloaded."""
+        self._graph, self._batch, self._offloaded = graph, batch, offloaded
         self._values: dict[str, Tensor] = {}
         """Values that layers still to be measured read."""
         self._numbers: dict[int, int] = {}
@@ -106,7 +107,10 @@ class KeptStoragesMeasurement:
         return received, {name: self._batch[name] for name in stage.batch_fields}
 
     def measure(self, index: int, whole: Stage, split: Stage) -> dict[str, Tensor]:
-        """Measure the next layer and return its outputs. `whole`: its stage; `split`: its stage with a split backward."""
+        """Measure the next layer and return its outputs. `whole`: its stage; `split`: its stage with a split backward.
+
+        Raises `UserCodeError` for a layer that is to be offloaded and refuses hooks on saved tensors.
+        """
         received, fields = self.inputs(whole)
         known = dict(self._numbers)
         state = (*whole.parameters.values(), *whole.weights.rounded.values(), *whole.buffers.values())
@@ -121,7 +125,7 @@ class KeptStoragesMeasurement:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), whole.guard.accepting_contexts():
                 outputs = forward_first_microbatch(whole, received, fields)
         except UserCodeError as error:
-            if not refuses_saved_tensor_hooks(error.__cause__):
+            if index in self._offloaded or not refuses_saved_tensor_hooks(error.__cause__):
                 raise
             saved.clear()  # what such a layer keeps is not known
             outputs = forward_first_microbatch(whole, received, fields)

@@ -33,6 +33,7 @@ from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
+from raypar.plan.offloading import resolve_offloaded_layers
 from raypar.plan.ownership import StateKind
 from raypar.plan.parallel_plan import GATHERS_FROM
 from raypar.plan.state_bytes import StateBytes
@@ -251,7 +252,7 @@ def profile_layers(
     tried = range(count) if recompute is None else recompute
     routing = MicrobatchRouting(ParallelPlan.mesh(pp=count, recompute=tried), spec.batching)
     recomputable = []
-    chains = [KeptStoragesMeasurement(graph, batch) for batch in batches]
+    chains = [KeptStoragesMeasurement(graph, batch, offloaded_layers(spec, graph, tried)) for batch in batches]
     sizes: dict[str, int] = {}
     copies: dict[str, int] = {}
     found = []
@@ -431,6 +432,11 @@ def _state_bytes(spec: Job, stage: Stage, optimizer: dict[str, int]) -> BytesByT
         found["gradient"] = {name: copies.get(name, nbytes) for name, nbytes in trained.items()}
         found["widened"] = {name: nbytes - copies[name] for name, nbytes in masters.items()}
     return found
+
+
+def offloaded_layers(spec: Job, graph: Graph, recomputed: Collection[int]) -> tuple[int, ...]:
+    """Indices of the layers that the job offloads: where it names none, all that are not among `recomputed`."""
+    return resolve_offloaded_layers(spec.offload, [layer.name for layer in graph.layers], recomputed)
 
 
 def _may_recompute(

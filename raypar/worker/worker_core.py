@@ -718,6 +718,8 @@ class WorkerCore:
         model, and of its tensors by the kinds of the memory sheet (`held_memory`)."""
         commit = self.step_commit
         held = held_memory(self.stages, commit.optimizers.values(), commit.owned, commit.gather)
+        if (file := self.activation_file) is not None:
+            held |= {"unwritten": file.most_unwritten, "activation_files": file.nbytes}
         return {**memory_in_use(self.device), "empty": self._empty_bytes, **held}
 
     def optimizer_state(self, index: ShardOfStage) -> OptimizerState:

@@ -18,13 +18,14 @@ from helpers.live_storages import LiveStorages
 from helpers.offloaded_layouts import small_memory_offloaded, with_rest_offloaded
 from helpers.sheet_checks import expected_after_each
 from test_recomputation_memory import job_and_graph
-from test_recomputed_layers import KINDS, Overwrites, in_one_process, job, model
+from test_recomputed_layers import KINDS, Overwrites, Slope, in_one_process, job, model
 from torch import nn
 
 from raypar.errors import CommTimeout, ConfigError, UserCodeError
 from raypar.job import Job, PlanConfig
 from raypar.launch import check_offload_folder as check_offload_folder_module
 from raypar.launch.check_offload_folder import check_offload_folder, lines_about_offloading
+from raypar.launch.choose_plan import lines_about_activations
 from raypar.plan import MicrobatchRouting, ParallelPlan, offloading
 from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.planner.model_profile import ModelProfile
@@ -86,8 +87,10 @@ def test_what_is_alive_after_each_instruction_is_what_the_sheet_says(schedule, p
         run.step(0)
         storages.kept.clear()
         run.step(1)
-        predicted = offload_bytes(profile, routing, orders).in_files
-        assert all(file.nbytes <= nbytes + (1 << 16) for file, nbytes in zip(files, predicted, strict=True))
+        predicted = offload_bytes(profile, routing, orders)
+        for core, unwritten, in_files in zip(run.cores, *predicted, strict=True):
+            held = core.memory()
+            assert held["unwritten"] <= unwritten and held["activation_files"] <= in_files + (1 << 16)  # in whole pages
     for rank, order in enumerate(orders):
         found = [(kept.after, kept.total, kept.stash) for kept in storages.kept if kept.rank == rank]
         assert found == expected_after_each(order, sizes)
@@ -336,3 +339,21 @@ def test_a_folder_that_another_run_uses_or_that_is_on_another_machine_is_refused
     mounts.write_text("36 35 0:9 / / rw - tmpfs none rw\n")
     (line,) = lines_about_offloading(in_folder(spec, tmp_path))
     assert line.startswith(f"plan.activations_in {tmp_path} is on tmpfs here, whose files lie in memory: nothing is saved")
+
+
+def test_a_layer_that_refuses_hooks_is_refused_before_the_run(tmp_path: Path):
+    spec = in_folder(job(lambda: model(Slope)), tmp_path)
+    graph = make_layer_graph(spec)
+    batches = read_microbatches(spec, graph, [0])
+    with pytest.raises(UserCodeError, match="saved tensor hooks") as error:
+        profile_layers(spec, graph, batches)
+    assert "leave the layer out of plan.recompute and plan.offload" in error.value.cure
+    profile_layers(spec.replace(plan=PlanConfig(activations_in=str(tmp_path), offload=["0", "3"])), graph, batches)
+
+
+def test_a_line_says_that_nothing_is_large_enough():
+    schedule = registry.build_schedule("gpipe", MicrobatchRouting(GPIPE, ugly_models.job("plain").batching))
+    nothing, some = ([SimpleNamespace(activation_files=nbytes)] for nbytes in (0, 1 << 20))
+    (line,) = lines_about_activations(schedule, nothing)
+    assert line.startswith("plan.activations_in offloads memory of ") and line.endswith("cure: leave plan.activations_in out")
+    assert lines_about_activations(schedule, some) == lines_about_activations((), nothing) == ()

@@ -53,8 +53,10 @@ class ActivationFile:
         """Rooms that hold nothing, in order; no two of them are neighbours."""
         self._unwritten = 0
         """Bytes that are still to be written."""
+        self.most_unwritten = 0
+        """How many those were when they were most."""
         self._changed = threading.Condition()
-        """Guards the three above; notified when less is unwritten."""
+        """Guards the four above; notified when less is unwritten."""
         self._failure: OSError | None = None
         """Why something could not be written."""
         self._writer = ThreadPoolExecutor(1, "raypar-offload")
@@ -84,6 +86,7 @@ class ActivationFile:
                 raise self._error(self._failure)
             room = self._take(nbytes)
             self._unwritten += nbytes
+            self.most_unwritten = max(self.most_unwritten, self._unwritten)
         return OffloadedMemory(self, memory, room)
 
     def settle(self) -> None:
