@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Literal, NamedTuple
 
 from raypar.errors import PlanError
@@ -231,6 +231,17 @@ class Ownership:
     def owned_runs(self, stage: int, number: int, replica: int, *, frozen: bool = False) -> tuple[OwnedRun, ...]:
         """Those of `runs` that the replica owns: it alone sends them to others, counts them in the norm and writes them."""
         return self._runs(stage, number, [replica], frozen=frozen)
+
+    def runs_by_name(self, stage: int, number: int, replica: int) -> dict[str, list[tuple[int, int]]]:
+        """Parameter of a virtual shard of a stage that replicas divide, frozen ones too -> those of its `runs` that one of them
+        holds: (first element, element behind the last); maybe none."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for other, frozen in product(range(self.plan.stages[stage].replicas), (False, True)):
+            for name, start, stop in self.runs(stage, number, other, frozen=frozen) if self.divides(stage, "optimizer") else ():
+                own = found.setdefault(name, [])
+                if other == replica:
+                    own.append((start, stop))
+        return found
 
     def _runs(self, stage: int, number: int, owners: Sequence[int], *, frozen: bool) -> tuple[OwnedRun, ...]:
         if frozen and not self.divides(stage, "parameter"):

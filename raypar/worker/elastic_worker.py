@@ -7,31 +7,20 @@ tensors of this worker's old stages is not copied.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.transport import Transport
-from raypar.errors import RayparError, StateNotKeptError
-from raypar.model.layer_skeletons import state_shapes
-from raypar.plan import StagePlan
-from raypar.plan.ownership import Ownership
+from raypar.errors import StateNotKeptError
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import (
     TensorCut,
-    count_indices,
-    indices_at_positions,
-    intersect_ranges,
-    merge_ranges,
 )
-from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.plan.vote_result import VoteResult
-from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
@@ -43,11 +32,11 @@ from raypar.worker.state.parameter_state import (
     ParameterState,
     StateByKey,
     StatePart,
-    assemble_parameter,
     extract_elements,
+    part_of_run,
     run_part,
-    tensor_in,
 )
+from raypar.worker.state.state_assembly import StateAssembly
 from raypar.worker.step.message_tags import state_tag
 from raypar.worker.step.optimizer_state import (
     OptimizerState,
@@ -55,7 +44,7 @@ from raypar.worker.step.optimizer_state import (
     names_with_patterns,
     write_optimizer_state,
 )
-from raypar.worker.step.owned_parameters import named_parameters, run_key
+from raypar.worker.step.owned_parameters import named_parameters
 from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
 
 
@@ -167,7 +156,8 @@ class ElasticWorker:
         self.core.abort(reason)
 
     def adopt(self, order: tuple[AdoptPlanCommand, Callable[[], Transport]]) -> Routine[None]:
-        """Connect, send and receive state, then build stages. Until all state has arrived the old stages stay as they are."""
+        """Connect, send and receive state, then build stages. Of the old ones the state alone is kept, without what replicas
+        have gathered: until the first step of the new plan everybody can go on from it."""
         part, connect = order
         self.core.take_layouts_from_assignment(part.assignment)
         self.core.data.learn_streams(part)
@@ -182,38 +172,42 @@ class ElasticWorker:
         if former is not None:
             former.close()
         self.core.transport = transport = connect()  # from here on `abort` is for the new transport
+        moves_state = part.assignment is not None and not (part.run_begins or part.checkpoint_folder)
+        if moves_state:
+            self._keep_state_only(base, part.steps_done)
         received = yield from self._exchange(part, transport, base)
         if part.assignment is None:
             return
         for name, holdings in received.items():
             base.setdefault(name, []).extend(holdings)
-        values: dict[ShardOfStage, dict[str, Tensor]] | None = None
-        if not (part.run_begins or part.checkpoint_folder):
-            state, runs = self._assemble_state(part, transport.rank, base)
-            values = {key: {name: tensor_in(kept) for name, kept in of.items()} for key, of in state.items()}
+        del received
+        assembly = StateAssembly(self.core, self.worker, part, transport.rank, self._whole, base) if moves_state else None
+        if assembly is not None:
+            assembly.run()
         self.adopt_description = self.core.adopt(
             part.assignment,
             transport,
-            values=values,
+            values=assembly.stages if assembly is not None else None,
             load=part.checkpoint_folder or None,
             only_weights=part.only_weights,
             nodes=part.nodes,
         )
         self.core.release_initial_values()
-        if not (part.run_begins or part.checkpoint_folder):
+        if assembly is not None:
             for index, optimizer in self.core.step_commit.optimizers.items():
-                there = {**state[index], **runs[index]}
+                there = assembly.kept[index]
                 keys, _ = named_parameters(self.core.step_commit.owned[index])
                 mine = {key: there[key] for key in keys if key in there}
                 try:
-                    write_optimizer_state(optimizer, OptimizerState.of_parameters(mine, names_with_patterns(optimizer)))
+                    state = OptimizerState.of_parameters(mine, names_with_patterns(optimizer))
+                    write_optimizer_state(optimizer, state, takes_over=True)
                 except StateNotKeptError as error:
                     self.core.not_moved = error
         self.adopt_description["not_kept"] = self.core.why_not_kept()
         self._done, self.core.step_commit.last_decided_step = part.steps_done, part.steps_done - 1
         if not part.checkpoint_folder:
             self.core.skipped_steps[:] = part.skipped_steps
-        self._old = base
+        self._old = assembly.left if assembly is not None else {}
         self.mirror.rank, self.mirror.keeper_of = transport.rank, part.mirror_keepers
         self.mirror.compares_digests = self.core.ownership.has_copies(transport.rank)
 
@@ -249,109 +243,18 @@ class ElasticWorker:
             found.setdefault(at[0], []).insert(0, ParameterState(kept, place))
         return found
 
-    def _assemble_state(
-        self, part: AdoptPlanCommand, rank: int, base: Mapping[str, list[ParameterState]]
-    ) -> tuple[dict[ShardOfStage, dict[str, StateByKey]], dict[ShardOfStage, dict[str, StateByKey]]]:
-        """The state that each stage of the new plan needs here, by virtual shard, in tensors that may be written to and that no
-        other has: of parameters and buffers, by name; and of runs that this rank owns, by key. Of parameters that replicas
-        divide, only what the rank owns is filled. Raises `RayparError` if some is missing."""
-        plan, owner = part.assignment.plan, self.core.ownership_of(part.assignment.plan)
-        sizes = owner.sizes(rank)
-        found: dict[ShardOfStage, dict[str, StateByKey]] = {}
-        found_runs: dict[ShardOfStage, dict[str, StateByKey]] = {}
-        taken = set[int]()
-        for index in plan.stages_of(rank):
-            stage, role = plan.stages[index], plan.role_in(rank, index)
-            run = stage.run_of(role.shard)
-            layout = self.core.layout(stage.virtual_shards) if stage.virtual_shards > 1 else None
-            for number in run if layout is not None else (0,):
-                here, runs = found.setdefault((index, number), {}), found_runs.setdefault((index, number), {})
-                own = self._runs_to_own(owner, index, number, role.replica)
-                left_out = self._computed_once(stage) if number > run[0] else frozenset[str]()
-                for name in state_shapes(self.core.graph, stage.first, stage.last):
-                    if name not in sizes or name in left_out:
-                        continue
-                    cut = layout.cuts.get(name) if layout is not None else None
-                    place = ParameterSlice() if cut is None else ParameterSlice(cut, number)
-                    whole, shape = partial(self._whole, name), partial(self._shape, name)
-                    if own is not None and name in own and own[name] != [(0, count_indices(place.spans(sizes[name])))]:
-                        here[name] = self._unfilled(index, name, place)
-                        for start, stop in own[name]:
-                            at = run_key(name, start, stop)
-                            runs[at] = self._assemble_run(part, base.get(name, ()), name, place, (start, stop), sizes[name])
-                            tensor_in(here[name]).view(-1)[start:stop] = tensor_in(runs[at]).to(self.core.device)
-                        continue
-                    made = assemble_parameter(base.get(name, ()), place, sizes[name], shape, whole, self.core.device)
-                    if made is None:
-                        raise self._lacks(part, name)
-                    kept, writable = made
-                    tensor = tensor_in(kept)
-                    is_new = writable and id(tensor) not in taken
-                    taken.add(id(tensor))
-                    here[name] = kept if is_new else {**kept, PARAMETER: tensor.clone()}
-        return found, found_runs
-
-    def _computed_once(self, stage: StagePlan) -> frozenset[str]:
-        """Parameters and buffers of the layers of a stage that only the first virtual shard of a worker has."""
-        graph, core = self.core.graph, self.core
-        if core.spec.sequence_parallel:
-            return frozenset()
-        found = core.layout(stage.virtual_shards).computed_once(stage.first, stage.last, len(graph.layers))
-        return frozenset(name for layer in found for name in state_shapes(graph, layer, layer + 1))
-
-    def _lacks(self, part: AdoptPlanCommand, name: str) -> RayparError:
-        what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(part.steps_done)}"
-        return RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
-
-    def _runs_to_own(self, owner: Ownership, index: int, number: int, replica: int) -> dict[str, list[tuple[int, int]]] | None:
-        """Parameter of a stage that replicas divide -> the runs of it that this rank holds, maybe none; None if they divide
-        none."""
-        if not owner.divides(index, "optimizer"):
-            return None
-        found: dict[str, list[tuple[int, int]]] = {}
-        for other, frozen in product(range(owner.plan.stages[index].replicas), (False, True)):
-            for name, start, stop in owner.runs(index, number, other, frozen=frozen):
-                own = found.setdefault(name, [])
-                if other == replica:
-                    own.append((start, stop))
-        return found
-
-    def _unfilled(self, index: int, name: str, place: ParameterSlice) -> StateByKey:
-        """A tensor for a parameter, or a slice of it, of which replicas own parts."""
-        shape = self._shape(name)
-        local = tuple(shape) if place.cut is None else shard_slice_shape(place.cut, shape, place.shard)
-        return {PARAMETER: torch.empty(local, dtype=getattr(torch, self.core.spec.dtype), device=self.core.device)}
-
-    def _assemble_run(
-        self,
-        part: AdoptPlanCommand,
-        holdings: Sequence[ParameterState],
-        name: str,
-        place: ParameterSlice,
-        run: tuple[int, int],
-        size: int,
-    ) -> StateByKey:
-        """The state of a run of a parameter's slice, flat. Raises `RayparError` if some is missing."""
-        spans = indices_at_positions(place.spans(size), *run)
-        if merge_ranges(s for h in holdings for s in intersect_ranges(spans, h.spans)) != spans:
-            raise self._lacks(part, name)
-        first, *others = [extract_elements(holdings, start, stop, self._whole(name)) for start, stop in spans]
-        for key, value in first.items() if others else ():
-            if isinstance(value, Tensor) and value.dim() and value.numel() == spans[0][1] - spans[0][0]:
-                first[key] = torch.cat([value, *(tensor_in(each, key) for each in others)])
-        return first
+    def _keep_state_only(self, base: dict[str, list[ParameterState]], done: int) -> None:
+        """Let go of the stages of the plan before: what is needed of them, the state after `done` steps, is in `base`."""
+        self._old, self._done = base, done
+        self.core.release_stages()
+        if (step_commit := getattr(self.core, "step_commit", None)) is not None:
+            step_commit.last_decided_step = done - 1
+        for name, holdings in base.items():
+            base[name] = [holding.in_own_memory() for holding in holdings]
 
     def _whole(self, name: str) -> TensorCut | None:
         """How shards would cut a parameter that is whole here, if the run may have any; its elements are numbered by that."""
         return self.core.layout(1).cuts.get(name) if self.core.may_have_shards else None
-
-    def _shape(self, name: str) -> torch.Size:
-        """Shape of an unsharded parameter or buffer."""
-        return self._shapes[name]
-
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        return state_shapes(self.core.graph)
 
     def _stages_state(self) -> dict[StatePart, StateByKey]:
         """State of this worker's stages that it holds, each once; not copies."""
@@ -378,7 +281,7 @@ class ElasticWorker:
                     held = place.spans(place.size(stage.parameters[each.name].shape))
                     kept = {PARAMETER: each.parameter.detach(), **state.get(each.key, {})}
                     for (start, _), here in each.parts(held):
-                        found.setdefault(run_part(each.name, start), (_part_of_run(kept, here), ParameterSlice(start=start)))
+                        found.setdefault(run_part(each.name, start), (part_of_run(kept, here), ParameterSlice(start=start)))
             for name, buffer in stage.buffers.items():
                 if buffer.numel():
                     found[name, WHOLE] = {PARAMETER: buffer}, ParameterSlice()
@@ -456,9 +359,3 @@ class ElasticWorker:
             if holding.slice.cut is None and holding.start is None and holding.spans == ((piece.start, piece.stop),):
                 return None, holding.state
         return piece.start, extract_elements(holdings, piece.start, piece.stop, self._whole(piece.name))
-
-
-def _part_of_run(kept: StateByKey, here: slice) -> StateByKey:
-    """The same state of some of a run's elements."""
-    shape = tensor_in(kept).shape
-    return {key: value[here] if isinstance(value, Tensor) and value.shape == shape else value for key, value in kept.items()}

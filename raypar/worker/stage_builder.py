@@ -47,7 +47,12 @@ from raypar.worker.stage.activation_offloading import StageOffload
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.initial_state import make_initial_stage_state, make_unfilled_stage_state
+from raypar.worker.stage.initial_state import (
+    ALL,
+    InitialStageState,
+    make_initial_stage_state,
+    make_unfilled_stage_state,
+)
 from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.layer_tensors import StageTensors
 from raypar.worker.stage.loss import LossCall, make_loss_function
@@ -408,9 +413,10 @@ class StageBuilder:
     """Where activations are offloaded to (`plan.activations_in`); None: none are."""
 
     def build_stages(
-        self, values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None, *, unfilled: bool
-    ) -> tuple[dict[ShardOfStage, Stage], dict[str, int]]:
-        """The worker's stages, each virtual shard of one by itself, and digests of the initial values that were made.
+        self, values: Mapping[ShardOfStage, InitialStageState] | None, *, unfilled: bool
+    ) -> tuple[dict[ShardOfStage, Stage], dict[ShardOfStage, dict[OwnedRun, Tensor]], dict[str, int]]:
+        """The worker's stages, each virtual shard of one by itself; runs of parameters that are not in them, because these have
+        no memory yet; and digests of the initial values that were made.
 
         `values`: the state to begin with, which the stages take over; None: the initial values. `unfilled`: leave parameters
         and buffers uninitialised, for the caller to fill.
@@ -419,11 +425,13 @@ class StageBuilder:
         with self.guard.watching(f"the module of the loss {spec.loss.label}"):
             loss = make_loss_function(spec.loss, self.device)
         stages: dict[ShardOfStage, Stage] = {}
+        runs: dict[ShardOfStage, dict[OwnedRun, Tensor]] = {}
         digests: dict[str, int] = {}
         whole: dict[int, WholeLayers | None] = {}
         for (index, number), shard in self.build_shards().items():
-            own, made = self._state(index, None if values is None else values[index, number], shard, unfilled=unfilled)
-            digests.update(made)
+            state = values[index, number] if values is not None else self._state(index, number, shard, unfilled=unfilled)
+            digests.update(state.digests)
+            runs[index, number] = state.runs
             with self.guard.watching(f"the modules of the layers of stage {index}, as they were made,"):
                 stages[index, number] = build_stage(
                     self.graph,
@@ -434,7 +442,7 @@ class StageBuilder:
                     replica=plan.role_in(rank, index).replica,
                     loss_fn=loss,
                     split=self.assignment.splits_backward,
-                    values=own,
+                    values=state.values,
                     shard=shard,
                     device=self.device,
                     guard=self.guard,
@@ -447,19 +455,17 @@ class StageBuilder:
             if index not in whole:
                 others = len(plan.stages[index].run_of(plan.role_in(rank, index).shard)) - 1
                 whole[index] = share_whole_layers(stages[index, number], others)
-        return stages, digests
+        return stages, runs, digests
 
-    def _state(
-        self, index: int, values: Mapping[str, Tensor] | None, shard: StageShard | None, *, unfilled: bool
-    ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Tensors for the stage to take over, and digests of those that are initial values."""
-        here = self.assignment.plan.stages[index]
-        if unfilled:
-            return make_unfilled_stage_state(self.graph, here.first, here.last, self.spec, shard), {}
-        if values is None:
-            initial = make_initial_stage_state(self.graph, here.first, here.last, self.spec, shard)
-            return initial.values, initial.digests
-        return {name: value.to(self.device) for name, value in values.items()}, {}
+    def _state(self, index: int, number: int, shard: StageShard | None, *, unfilled: bool) -> InitialStageState:
+        """What a stage begins with at the beginning of a run, or, if `unfilled`, before a checkpoint is read. Where replicas
+        divide parameters, what others keep is not allocated before it is gathered."""
+        plan = self.assignment.plan
+        here, keep = plan.stages[index], ALL
+        if self.ownership.divides(index, "parameter"):
+            keep = self.ownership.runs_by_name(index, number, plan.role_in(self.transport.rank, index).replica)
+        make = make_unfilled_stage_state if unfilled else make_initial_stage_state
+        return make(self.graph, here.first, here.last, self.spec, shard, keep, self.device)
 
     def build_shards(self) -> dict[ShardOfStage, StageShard | None]:
         """The virtual shards of its stages that this worker computes, in order; None for a stage that is not cut."""
@@ -482,8 +488,11 @@ class StageBuilder:
                 found[index, number] = StageShard(group, self.layout(group.size))
         return found
 
-    def own_parameters(self, stages: Mapping[ShardOfStage, Stage]) -> dict[ShardOfStage, list[OwnedParameter]]:
-        """By stage: what this rank trains there. Frees masters that other replicas have (`own_parameters`)."""
+    def own_parameters(
+        self, stages: Mapping[ShardOfStage, Stage], values: Mapping[ShardOfStage, Mapping[OwnedRun, Tensor]]
+    ) -> dict[ShardOfStage, list[OwnedParameter]]:
+        """By stage: what this rank trains there. Frees masters that other replicas have (`own_parameters`). `values`: of
+        `build_stages`."""
         plan, rank = self.assignment.plan, self.transport.rank
         found = {}
         for (index, number), stage in stages.items():
@@ -492,7 +501,7 @@ class StageBuilder:
                 runs = self.ownership.runs(index, number, replica)
             if self.ownership.divides(index, "parameter"):
                 frozen = self.ownership.runs(index, number, replica, frozen=True)
-            mine = found[index, number] = own_parameters(stage.weights, runs, frozen)
+            mine = found[index, number] = own_parameters(stage.weights, runs, frozen, values[index, number])
             if self.optimizer_files is not None:
                 move_masters_to_files(mine, stage.weights, self.optimizer_files)
         return found
@@ -542,6 +551,7 @@ class StageBuilder:
                 gather_rounds(tensors, runs),
                 place.zero_holders,
                 whole,
+                is_stale=divides_parameters,
             )
         return ParameterGather(found, layers, there)
 
@@ -662,9 +672,15 @@ class StageBuilder:
             stage.gradients.take_run(*run_of_blocks(self.routing, index, replica), scatters=self.routing.scatters(index))
         return replace(step_commit, routing=self.routing, reductions=self.build_reductions(stages))
 
-    def build_step_commit(self, stages: Mapping[ShardOfStage, Stage], rates: LearningRates) -> StepCommit:
-        """The `StepCommit` that ends the steps of these stages. `rates`: the learning rates of all steps."""
-        owned = self.own_parameters(stages)
+    def build_step_commit(
+        self,
+        stages: Mapping[ShardOfStage, Stage],
+        runs: Mapping[ShardOfStage, Mapping[OwnedRun, Tensor]],
+        rates: LearningRates,
+    ) -> StepCommit:
+        """The `StepCommit` that ends the steps of these stages. `runs`: of `build_stages`. `rates`: the learning rates of all
+        steps."""
+        owned = self.own_parameters(stages, runs)
         return StepCommit(
             rank=self.transport.rank,
             graph=self.graph,

@@ -57,6 +57,7 @@ from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
+from raypar.worker.stage.initial_state import InitialStageState
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches, ShardOfStage, StageInVirtualShards
 from raypar.worker.stage_builder import StageBuilder
@@ -301,7 +302,7 @@ class WorkerCore:
         *,
         cost_ms: Callable[[Instruction], float] = lambda instruction: 0.0,
         before_compute: Callable[[int, Instruction], None] | None = None,
-        values: Mapping[ShardOfStage, Mapping[str, Tensor]] | None = None,
+        values: Mapping[ShardOfStage, InitialStageState] | None = None,
         load: CheckpointAt | None = None,
         only_weights: bool = False,
         nodes: Sequence[int] = (),
@@ -309,7 +310,7 @@ class WorkerCore:
         """Build this rank's stages, optimizers, reductions and loaders. Returns a description for the driver.
 
         `values`: by stage, tensors of all parameters (canonical names) and buffers, which the stages make their own; where
-        replicas divide state, only this rank's runs need be filled, and all replicas begin so. `load`: a
+        replicas divide state, only this rank's runs need be filled, or are apart, and all replicas begin so. `load`: a
         checkpoint to read them from, with the optimizers' state unless `only_weights` is set. With neither, stages begin with
         the initial values, and the description contains digests of these. `cost_ms`, `before_compute`, `nodes`: see
         `Interpreter`.
@@ -317,8 +318,7 @@ class WorkerCore:
         self.take_layouts_from_assignment(assignment)
         self.guard.establish()
         self.data.close_loaders()
-        former = list(self.stages.values())
-        reductions = list(self.step_commit.reductions.values()) if self.stages else []
+        self.release_stages()
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership, self.nodes = self.ownership_of(assignment.plan), tuple(nodes)
         self.optimizer_files = self._make_files()  # new ones: those of the plan before are gone with its state
@@ -327,18 +327,13 @@ class WorkerCore:
         self.not_moved = None
         frees = any(stage.gather_in_effect not in (None, "step") for stage in assignment.plan.stages)
         with large_blocks_returned() if frees else contextlib.nullcontext():  # else heaps keep what whole parameters had
-            self.stages, digests = builder.build_stages(values, unfilled=load is not None)
-            self.step_commit = builder.build_step_commit(self.stages, self.learning_rates)
+            self.stages, runs, digests = builder.build_stages(values, unfilled=load is not None)
+            self.step_commit = builder.build_step_commit(self.stages, runs, self.learning_rates)
         self.step_commit.skipped_steps = self.skipped_steps
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         self._to_compare = self._users_code() - self._compared
         if self._to_compare:
             self.guard.compare_everything = True
-        # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
-        for stage in former:
-            stage.release()
-        for reduction in reductions:
-            vars(reduction).clear()
         if load is not None:
             self.load(load, only_weights=only_weights)
         if values is not None:
@@ -352,6 +347,19 @@ class WorkerCore:
             "collated": {} if values is not None else self._first_batch_digests(),
             "not_kept": "",
         }
+
+    def release_stages(self) -> None:
+        """Let go of the stages and their tensors, before others are built; what is known of the last step stays."""
+        former, self.stages = self.stages, {}
+        if not former:
+            return
+        # Stages and what hangs on their tensors hold each other in circles, and Python's collector skips what is frozen.
+        for reduction in self.step_commit.reductions.values():
+            vars(reduction).clear()
+        self.step_commit.release()
+        del self.interpreter, self.validation_interpreter
+        for stage in former.values():
+            stage.release()
 
     def _shapes_here(self) -> dict[str, tuple[int, ...]]:
         """Parameter -> its shape here, that of all virtual shards of this worker together."""

@@ -54,6 +54,8 @@ PLANS = {
     "2 stages x 2 replicas": ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS),
     "replicas that divide state": ParallelPlan.mesh(dp=3, layers=LAYERS).with_zero(1),
     "2 stages x replicas that divide gradients": ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS).with_zero(2),
+    "2 stages x replicas that divide parameters": ParallelPlan.mesh(pp=2, dp=2, layers=LAYERS).with_zero(3),
+    "parameters that two of three replicas hold": ParallelPlan.mesh(dp=3, layers=LAYERS).with_zero(3, 2),
 }
 MORE = {
     "plain": {},

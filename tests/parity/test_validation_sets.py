@@ -22,6 +22,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets, mean_loss, mean_loss_by_set
 from raypar.worker.job_preflight import preflight
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage.initial_state import InitialStageState
 
 pytestmark = pytest.mark.part(4)
 
@@ -115,9 +116,9 @@ def test_a_pass_that_was_broken_off_anywhere_is_made_again_with_the_same_values(
         assert run.metrics == wanted
 
 
-def state_of(core: Any) -> dict[Any, dict[str, Tensor]]:
+def state_of(core: Any) -> dict[Any, InitialStageState]:
     return {
-        key: {name: value.detach().clone() for name, value in (stage.parameters | stage.buffers).items()}
+        key: InitialStageState({name: value.detach().clone() for name, value in (stage.parameters | stage.buffers).items()})
         for key, stage in core.stages.items()
     }
 

@@ -508,6 +508,18 @@ def read_checkpoint_state(
     whole at a time. `only_weights`: without the optimizer's state. Raises `CheckpointError` for names that are not there,
     missing slices and damaged files.
     """
+    found: dict[str, dict[StateKey, Value]] = {}
+    for name, key, value in stream_checkpoint_state(checkpoint, names, only_weights=only_weights):
+        if take is not None and value is not None and not isinstance(value, (bool, int, float)):
+            value = take(name, value)
+        found.setdefault(name, {})[key] = value
+    return found
+
+
+def stream_checkpoint_state(
+    checkpoint: CheckpointAt, names: Collection[str] | None = None, *, only_weights: bool = False
+) -> Iterator[tuple[str, StateKey, Value]]:
+    """As `read_checkpoint_state`: (name, key, whole tensor or number), one after the other, as the manifest has them."""
     manifest = load_manifest(checkpoint)
     there = {entry.name for entry in manifest.entries if entry.kind == PARAMETER}
     wanted = set(there if names is None else names)
@@ -519,7 +531,7 @@ def read_checkpoint_state(
             cure="use a checkpoint of this model",
         )
     kinds = (PARAMETER.kind,) if only_weights else (PARAMETER.kind, AVERAGE.kind, OPTIMIZER)
-    return _read(manifest, [e for e in _entries_to_read(manifest) if e.name in wanted and e.kind.kind in kinds], take)
+    yield from _stream(manifest, [e for e in _entries_to_read(manifest) if e.name in wanted and e.kind.kind in kinds])
 
 
 def _entries_to_read(manifest: Manifest) -> Sequence[ManifestEntry]:
@@ -589,10 +601,21 @@ def read_checkpoint_buffers(checkpoint: CheckpointAt, names: Collection[str]) ->
 def _read(
     manifest: Manifest,
     entries: Sequence[ManifestEntry],
-    take: Callable[[str, Tensor], Tensor] | None = None,
     headers: dict[str, tuple[Hashable, SafetensorsHeader]] | None = None,
 ) -> dict[str, dict[StateKey, Value]]:
-    """Name -> kind -> tensor or number, of `entries` (as in the manifest: those of one name and kind together).
+    """Name -> kind -> tensor or number, of `entries`. See `_stream`."""
+    found: dict[str, dict[StateKey, Value]] = {}
+    for name, kind, value in _stream(manifest, entries, headers):
+        found.setdefault(name, {})[kind] = value
+    return found
+
+
+def _stream(
+    manifest: Manifest,
+    entries: Sequence[ManifestEntry],
+    headers: dict[str, tuple[Hashable, SafetensorsHeader]] | None = None,
+) -> Iterator[tuple[str, StateKey, Value]]:
+    """(name, kind, tensor or number) of `entries` (as in the manifest: those of one name and kind together).
 
     Checksums are not compared: `verify_checkpoint` did that, perhaps in another process and some time ago. Length and header
     are compared with the manifest again, in the file that is then read and stays open: a file that was replaced meanwhile by
@@ -601,7 +624,6 @@ def _read(
     """
     import torch
 
-    found: dict[str, dict[StateKey, Value]] = {}
     with contextlib.ExitStack() as stack:
         files: dict[str, tuple[OpenedFile, SafetensorsHeader]] = {}
 
@@ -632,18 +654,18 @@ def _read(
 
         for (name, kind), group in itertools.groupby(entries, lambda entry: (entry.name, entry.kind)):
             parts = list(group)
-            kinds = found.setdefault(name, {})
             if not parts[0].file:
                 assert not isinstance(parts[0].value, EncodedTensor), "those are read by `read_shared_state`"
-                kinds[kind] = parts[0].value
+                yield name, kind, parts[0].value
                 continue
             whole = tensor_of(parts[0]) if parts[0].run is None else tensor_of(parts[0]).view(_shape_of_run(parts[0]))
             if len(parts) > 1:
                 first, whole = whole, torch.empty(parts[0].shape, dtype=whole.dtype)
                 for entry in parts:
                     _place_in(whole, entry).copy_(first if entry is parts[0] else tensor_of(entry))
-            kinds[kind] = whole if take is None else take(name, whole)
-    return found
+                del first
+            yield name, kind, whole
+            del whole
 
 
 def _place_in(whole: Tensor, entry: ManifestEntry) -> Tensor:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from raypar.comm.buffer_pool import CPU
 from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
 from raypar.model.layer_skeletons import parameters_and_buffers_on_meta, state_shapes
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
+from raypar.plan.ownership import OwnedRun
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.stage.stage_shard import StageShard
+from raypar.worker.stage.tensors_without_memory import without_memory
+
+RunsToKeep = Mapping[str, Sequence[tuple[int, int]]]
+"""Parameter of which a worker keeps runs only, as it lies here -> these: (first element, element behind the last)."""
+ALL: RunsToKeep = MappingProxyType[str, Sequence[tuple[int, int]]]({})
+"""Everything is kept whole."""
 
 
 @dataclass
@@ -22,17 +32,36 @@ class InitialStageState:
     """A stage's parameters and buffers at step 0."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> tensor for `build_stage` to take over: a slice if the stage is cut over shards."""
+    """Name -> tensor for `build_stage` to take over: a slice if the stage is cut over shards. What is kept in runs has no
+    memory."""
+    runs: dict[OwnedRun, Tensor] = field(default_factory=dict)
+    """Run -> the elements that are kept."""
     digests: dict[str, int] = field(default_factory=dict)
     """Name -> crc32 of the whole tensor's bytes; where only a slice was read, name and indices -> crc32 of its bytes."""
 
+    def take(self, name: str, tensor: Tensor, keep: RunsToKeep, device: torch.device) -> None:
+        """Take over a tensor, or only those of its elements that are kept."""
+        if (own := keep.get(name)) is None or list(own) == [(0, tensor.numel())]:
+            self.values[name] = tensor
+            return
+        self.values[name] = without_memory(tensor.shape, tensor.dtype, device)
+        for start, stop in own:
+            self.runs[OwnedRun(name, start, stop)] = tensor.reshape(-1)[start:stop].to(device, copy=True)
+
 
 def make_initial_stage_state(
-    graph: Graph, first: int, last: int, spec: Job, shard: StageShard | None = None
+    graph: Graph,
+    first: int,
+    last: int,
+    spec: Job,
+    shard: StageShard | None = None,
+    keep: RunsToKeep = ALL,
+    device: torch.device = CPU,
 ) -> InitialStageState:
     """The initial state of layers [first, last). Raises `ModelError`.
 
     Of tensors that come from a file, a shard reads its slices only. Other tensors are made whole, and cut one after the other.
+    `keep`: of which tensors only runs are kept; these are put on `device`.
     """
     made = InitialStageState()
     dtype = getattr(torch, spec.dtype)
@@ -42,23 +71,30 @@ def make_initial_stage_state(
         slices = {name: (cut.dim, cut.indices_by_shard[shard.group.shard]) for name, cut in cuts.items()}
         for name, part in initial.stream_slices(slices, dtype):
             made.digests[f"{name} (indices {slices[name][1]} of dim {slices[name][0]})"] = tensor_crc32(part)
-            made.values[name] = part
+            made.take(name, part, keep, device)
     for name, whole in initial.stream([name for name in names if name not in made.values], dtype):
         made.digests[name] = tensor_crc32(whole)
-        made.values[name] = whole if shard is None else shard_slice_of(shard.layout, name, whole, shard.group.shard)
+        part = whole if shard is None else shard_slice_of(shard.layout, name, whole, shard.group.shard)
+        made.take(name, part, keep, device)
     return made
 
 
 def make_unfilled_stage_state(
-    graph: Graph, first: int, last: int, spec: Job, shard: StageShard | None = None
-) -> dict[str, Tensor]:
-    """Name -> uninitialised tensor for the state of layers [first, last), for `build_stage` to take over; the caller fills
+    graph: Graph,
+    first: int,
+    last: int,
+    spec: Job,
+    shard: StageShard | None = None,
+    keep: RunsToKeep = ALL,
+    device: torch.device = CPU,
+) -> InitialStageState:
+    """Uninitialised tensors for the state of layers [first, last), as `make_initial_stage_state` has them; the caller fills
     them."""
-    found: dict[str, Tensor] = {}
+    found = InitialStageState()
     for name, whole in parameters_and_buffers_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
         cut = shard.layout.cuts.get(name) if shard is not None else None
         local = whole.shape if shard is None or cut is None else shard_slice_shape(cut, whole.shape, shard.group.shard)
-        found[name] = torch.empty(local, dtype=whole.dtype)
+        found.take(name, torch.empty(local, dtype=whole.dtype), keep, device)
     return found
 
 

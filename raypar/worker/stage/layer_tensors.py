@@ -32,6 +32,7 @@ from raypar.torch_compat.autograd import has_gradient_hooks, share_hooks_of_leaf
 from raypar.torch_compat.modules import non_persistent_buffer_names
 from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.data.sample_reader import WHERE_FIELDS_ARE_NAMED
+from raypar.worker.stage.tensors_without_memory import has_memory, without_memory
 
 Hook = Callable[[Tensor | None], None]
 """Called with the gradient of a value once it is complete. Returns None, so autograd goes on with the very gradient."""
@@ -52,11 +53,6 @@ def make_alias(value: Tensor) -> Tensor:
 def memory_begin(tensor: Tensor) -> int:
     """The address of a tensor's storage, which not every device tells of the storage itself."""
     return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are there: memory of parameters comes and goes."""
-    return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 class _Copy(torch.autograd.Function):
@@ -265,7 +261,7 @@ class StageTensors:
             self.parameters[name] = master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             vars(master).update(vars(parameter))
         copy = self.rounded.setdefault(name, parameter)
-        parameter.data = self.parameters[name].data.to(rounded_to) if copy is parameter else copy.data
+        parameter.data = _copy_in(rounded_to, self.parameters[name].data) if copy is parameter else copy.data
 
     def round_parameters(self, *, trained_only: bool = False) -> None:
         """Make the copies that layers compute with those of the parameters as they are now. `trained_only`: a step has changed
@@ -290,8 +286,10 @@ class StageTensors:
         return self.rounded.get(name, self.parameters[name]).detach()
 
     def take_new_memory(self, name: str) -> Tensor:
-        """Move what layers compute with of a parameter into memory that nothing else refers to; returns it."""
-        return self._move(name, self.computed_with(name).clone())
+        """Move what layers compute with of a parameter into memory that nothing else refers to; returns it. What has no memory
+        yet stays without."""
+        there = self.computed_with(name)
+        return self._move(name, there.clone()) if has_memory(there) else there
 
     def take_empty_memory(self, name: str) -> Tensor:
         """Give what layers compute with of a parameter memory that is not filled, and its own; returns it."""
@@ -330,6 +328,11 @@ class StageTensors:
     def uses_of(self, leaf_ids: Sequence[int]) -> tuple[int, ...]:
         """Indices of the uses with these leaves, given by `id`; ids of other tensors are left out."""
         return tuple(self._use_of[leaf] for leaf in leaf_ids if leaf in self._use_of)
+
+
+def _copy_in(dtype: torch.dtype, master: Tensor) -> Tensor:
+    """A copy in a lower precision; of what has no memory yet, one that has none."""
+    return master.to(dtype) if has_memory(master) else without_memory(master.shape, dtype, master.device)
 
 
 def _in_order_of_use(layer: Layer, paths: Iterable[str], canonical: Mapping[str, str]) -> list[str]:

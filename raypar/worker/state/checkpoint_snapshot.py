@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
 
@@ -28,12 +27,12 @@ from raypar.worker.checkpoint.checkpoint_files import (
     encode_tensor,
     load_manifest,
     read_checkpoint_buffers,
-    read_checkpoint_state,
     read_shared_state,
+    stream_checkpoint_state,
     write_shard,
 )
 from raypar.worker.checkpoint.expected_optimizer_state import check_kept_state
-from raypar.worker.checkpoint.manifest import EncodedTensor
+from raypar.worker.checkpoint.manifest import EncodedTensor, Manifest
 from raypar.worker.checkpoint.state_key import (
     ATTRIBUTE,
     AVERAGE,
@@ -46,11 +45,11 @@ from raypar.worker.checkpoint.state_key import (
     optimizer_key,
 )
 from raypar.worker.pretrained.frozen_values import read_frozen_values
-from raypar.worker.stage.layer_tensors import has_memory
 from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+from raypar.worker.stage.tensors_without_memory import has_memory
 from raypar.worker.state.file_memory import FileMemoryPool
-from raypar.worker.state.parameter_state import ParameterSlice, tensor_in
+from raypar.worker.state.parameter_state import ParameterSlice
 from raypar.worker.step.optimizer_state import OptimizerState, Value, read_optimizer_state, write_optimizer_state
 from raypar.worker.step.owned_parameters import OwnedParameter
 
@@ -282,81 +281,103 @@ def restore_from_checkpoint(
     values of buffers that the checkpoint lacks; an older raypar saved persistent buffers only. `files`: where what is read lies
     until it is in its place; None: in memory.
     """
+    manifest = load_manifest(checkpoint)
     if optimizers:
-        check_kept_state(load_manifest(checkpoint))
-    found = _read_parameters(checkpoint, stages, only_weights=not optimizers, files=files)
-    shared = read_shared_state(checkpoint)
+        check_kept_state(manifest)
+    found = {index: _RestoredStage(stage, owned.get(index), files) for index, stage in stages.items()}
+    with torch.no_grad():
+        for name, key, value in _stream_parameters(manifest, stages, only_weights=not optimizers):
+            having = [each for each in found.values() if name in each.stage.parameters]
+            for each in having:
+                each.take(checkpoint, name, key, value, is_shared=len(having) > 1)
+        _restore_buffers(checkpoint, stages, initial)
+        shared = read_shared_state(checkpoint)
+        for index, optimizer in optimizers.items():
+            # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
+            state = OptimizerState(found[index].states, *shared, found[index].averages)
+            write_optimizer_state(optimizer, state, takes_over=True)
+
+
+class _RestoredStage:
+    """One stage while its parameters and its optimizer's state are read, tensor by tensor, of which it keeps its own parts."""
+
+    def __init__(self, stage: Stage, owned: Sequence[OwnedParameter] | None, files: FileMemoryPool | None) -> None:
+        whole = [OwnedParameter(name, each) for name, each in stage.parameters.items()] if owned is None else owned
+        self.stage, self._files = stage, files
+        self._owned: dict[str, list[OwnedParameter]] = {}
+        """Parameter -> what this worker keeps of it."""
+        for each in whole:
+            self._owned.setdefault(each.name, []).append(each)
+        self.states: dict[str, dict[str, Value]] = {}
+        """Key of what an optimizer trains -> its state."""
+        self.averages: dict[str, Tensor] = {}
+        """The same -> average of the weights."""
+
+    def take(self, checkpoint: CheckpointAt, name: str, key: StateKey, value: Value, *, is_shared: bool) -> None:
+        """Take in a parameter or state of one, unsharded. `is_shared`: another stage does so, too."""
+        if isinstance(value, Tensor) and self.stage.shard is not None:
+            value = self.stage.shard.part(name, value)
+        if key == PARAMETER:
+            assert isinstance(value, Tensor)
+            _check_alike(checkpoint, name, self.stage.parameters[name], value)
+            self._fill(name, value)
+            return
+        shape = self.stage.parameters[name].shape
+        for each in self._owned.get(name, ()):
+            part = value
+            if isinstance(value, Tensor):
+                part = self._keep(each.of(value) if value.shape == shape else value, copy=is_shared or each.run is not None)
+            if key.kind == OPTIMIZER:
+                self.states.setdefault(each.key, {})[key.name] = part
+            elif key == AVERAGE and isinstance(part, Tensor):
+                self.averages[each.key] = part
+
+    def _keep(self, part: Tensor, *, copy: bool) -> Tensor:
+        if self._files is not None:
+            return self._files.copy_of(part)
+        return part.clone() if copy else part
+
+    def _fill(self, name: str, value: Tensor) -> None:
+        """Put the values of a parameter where the stage has it, and where this worker keeps runs of it."""
+        weights = self.stage.weights
+        whole = weights.computed_with(name) if name in weights.freed_masters else self.stage.parameters[name]
+        if has_memory(whole):
+            whole.copy_(value)
+        for each in self._owned.get(name, ()):
+            if name in weights.freed_masters or not has_memory(whole):
+                each.parameter.copy_(each.of(value))
+
+
+def _restore_buffers(checkpoint: CheckpointAt, stages: Mapping[ShardOfStage, Stage], initial: InitialValues) -> None:
     wanted = {name: tensor.dtype for stage in stages.values() for name, tensor in stage.buffers.items()}
     buffers = read_checkpoint_buffers(checkpoint, wanted)
     lacking = [name for name in wanted if name not in buffers]
     buffers |= {name: value.to(wanted[name]) for name, value in initial.stream(lacking, torch.float64)} if lacking else {}
-    with torch.no_grad():
-        for index, stage in stages.items():
-            values: dict[str, Tensor] = {name: tensor_in(found[index][name]) for name in stage.parameters}
-            values |= {name: value for name, value in buffers.items() if name in stage.buffers}
-            for name, tensor in {**stage.parameters, **stage.buffers}.items():
-                there = values[name]
-                if there.shape != tensor.shape or there.dtype != tensor.dtype:
-                    raise CheckpointError(
-                        f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(there.shape)} {there.dtype} "
-                        f"in checkpoint {checkpoint}",
-                        cure="use a checkpoint of this model",
-                    )
-                whole = stage.weights.computed_with(name) if name in stage.weights.freed_masters else tensor
-                if has_memory(whole):
-                    whole.copy_(there)
-            mine = owned.get(index, [OwnedParameter(name, each) for name, each in stage.parameters.items()])
-            for each in mine:
-                if each.name in stage.weights.freed_masters or not has_memory(stage.parameters[each.name]):
-                    each.parameter.copy_(each.of(values[each.name]))
-            if index in optimizers:
-                of_optimizer = {each.key: _state_of(each, found[index][each.name]) for each in mine}
-                # No state at all is what an optimizer has before its first step; an empty dict is not the same for all of them.
-                kept = {key: state for key, state in of_optimizer.items() if state}
-                averages = {
-                    each.key: each.of(tensor_in(found[index][each.name], AVERAGE))
-                    for each in mine
-                    if AVERAGE in found[index][each.name]
-                }
-                write_optimizer_state(optimizers[index], OptimizerState(kept, *shared, averages))
+    for stage in stages.values():
+        for name, tensor in stage.buffers.items():
+            _check_alike(checkpoint, name, tensor, buffers[name])
+            tensor.copy_(buffers[name])
 
 
-def _state_of(owned: OwnedParameter, there: Mapping[StateKey, Value]) -> dict[str, Value]:
-    """What an optimizer keeps for a parameter, or for a run of it, from all that is kept for the parameter."""
-    shape = tensor_in(dict(there)).shape
-    return {
-        key.name: owned.of(value) if isinstance(value, Tensor) and value.shape == shape else value
-        for key, value in there.items()
-        if key.kind == OPTIMIZER
-    }
+def _check_alike(checkpoint: CheckpointAt, name: str, tensor: Tensor, there: Tensor) -> None:
+    """Raises `CheckpointError` if a checkpoint has a tensor of another shape or dtype than the model."""
+    if there.shape != tensor.shape or there.dtype != tensor.dtype:
+        raise CheckpointError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype} in the model and {list(there.shape)} {there.dtype} "
+            f"in checkpoint {checkpoint}",
+            cure="use a checkpoint of this model",
+        )
 
 
-def _read_parameters(
-    checkpoint: CheckpointAt, stages: Mapping[ShardOfStage, Stage], *, only_weights: bool, files: FileMemoryPool | None
-) -> dict[ShardOfStage, dict[str, dict[StateKey, Value]]]:
-    """By stage: the state of its parameters, each the part that the worker has there."""
-    manifest = load_manifest(checkpoint)
+def _stream_parameters(
+    manifest: Manifest, stages: Mapping[ShardOfStage, Stage], *, only_weights: bool
+) -> Iterator[tuple[str, StateKey, Value]]:
+    """(name, key, value) of the state of the parameters of these stages, unsharded, those included that the checkpoint leaves
+    out, because they are frozen."""
     frozen = manifest.frozen.tensors.keys() if manifest.frozen is not None else set[str]()
-    alike: dict[tuple[int, int] | None, list[ShardOfStage]] = {}  # a worker may be another shard of another stage
-    for index, stage in stages.items():
-        group = stage.shard.group if stage.shard is not None else None
-        alike.setdefault((group.size, group.shard) if group is not None else None, []).append(index)
-    found: dict[ShardOfStage, dict[str, dict[StateKey, Value]]] = {}
-    for indices in alike.values():
-        names, shard = {name for index in indices for name in stages[index].parameters}, stages[indices[0]].shard
-        take = shard.part if shard is not None else None
-        if files is not None:
-            take = partial(_part_in_file, files, take)
-        state = read_checkpoint_state(checkpoint, names - frozen, take, only_weights=only_weights)
-        for name, value in read_frozen_values(manifest, sorted(names & frozen)):
-            state[name] = {PARAMETER: value if take is None else take(name, value)}
-        found |= dict.fromkeys(indices, state)
-    return found
-
-
-def _part_in_file(files: FileMemoryPool, take: Callable[[str, Tensor], Tensor] | None, name: str, tensor: Tensor) -> Tensor:
-    """The part of a tensor to keep, in a file."""
-    return files.copy_of(tensor if take is None else take(name, tensor))
+    names = {name for stage in stages.values() for name in stage.parameters}
+    yield from stream_checkpoint_state(manifest.checkpoint, names - frozen, only_weights=only_weights)
+    yield from ((name, PARAMETER, value) for name, value in read_frozen_values(manifest, sorted(names & frozen)))
 
 
 class CheckpointWriter:

@@ -8,7 +8,8 @@ parameter that is not cut as they lie in memory. The numbering depends on the st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from raypar.worker.step.optimizer_state import Value
 
 StatePart = tuple[str, int]
 """(parameter or buffer, which part of it): a virtual shard's slice, by number; `WHOLE`; or a run of elements (`run_part`)."""
+PAGE_BYTES = 4096
+"""Memory, and a mapped file, is a multiple of it."""
 WHOLE = -1
 StateByKey = dict[StateKey, Value]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""
@@ -99,6 +102,13 @@ class ParameterState:
         value = self.state[key]
         return key.kind not in SHARED_KINDS and isinstance(value, Tensor) and value.shape == tensor_in(self.state).shape
 
+    def in_own_memory(self) -> ParameterState:
+        """The same state, where nothing else lies in the memory of its tensors, or in that of a copy of the mirror's."""
+        if self.is_read_only:
+            return self
+        kept = {key: _in_own_memory(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
+        return replace(self, state=kept)
+
     def take(self, key: StateKey, start: int, stop: int, whole: TensorCut | None) -> Tensor:
         """Elements [start, stop), flat, which lie in one of `spans`.
 
@@ -112,26 +122,61 @@ class ParameterState:
         return read_elements(value, self.slice.cut, self.slice.shard, start, stop)
 
 
+def _in_own_memory(tensor: Tensor) -> Tensor:
+    return tensor if tensor.untyped_storage().nbytes() < tensor.nbytes + PAGE_BYTES else tensor.clone()
+
+
 def extract_elements(holdings: Iterable[ParameterState], start: int, stop: int, whole: TensorCut | None) -> StateByKey:
-    """Elements [start, stop) of a parameter, flat, and what is not sliced, from states that have these elements together."""
-    found: StateByKey = {}
-    parts: dict[StateKey, list[tuple[int, Tensor]]] = {}
-    left: IndexRanges = ((start, stop),)
-    for holding in holdings:
-        for a, b in intersect_ranges(left, holding.spans):
-            for key, value in holding.state.items():
-                if holding.sliced(key):
-                    parts.setdefault(key, []).append((a, holding.take(key, a, b, whole)))
-                else:
-                    found[key] = value
-            left = subtract_ranges(left, ((a, b),))
-    assert not left, f"elements {left} are not here"
-    return {key: _joined([part for _, part in sorted(runs, key=lambda run: run[0])]) for key, runs in parts.items()} | found
+    """Elements [start, stop) of a parameter, flat, and what is not sliced, from states that have these elements together; may
+    share their memory."""
+    found = _read(holdings, ((start, stop),), whole)
+    assert found is not None, f"elements {start} to {stop} are not here"
+    parts, others = found
+    return {key: of_key[0] if len(of_key) == 1 else _joined(of_key, of_key[0].device) for key, of_key in parts.items()} | others
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The parts, one after the other, on the device of the first; the mirror's lie in host memory."""
-    return torch.cat([part.to(parts[0].device) for part in parts])
+def copy_elements(
+    holdings: Iterable[ParameterState], spans: IndexRanges, whole: TensorCut | None, device: torch.device | None = None
+) -> StateByKey | None:
+    """As `extract_elements`, of several stretches one after the other, in new tensors, on `device`, or where those of the
+    first are; None: some elements are missing."""
+    found = _read(list(holdings), spans, whole)
+    if found is None:
+        return None
+    parts, others = found
+    return {key: _joined(of_key, device or of_key[0].device) for key, of_key in parts.items()} | others
+
+
+def _read(
+    holdings: Iterable[ParameterState], spans: IndexRanges, whole: TensorCut | None
+) -> tuple[dict[StateKey, list[Tensor]], StateByKey] | None:
+    """(key -> parts of what is sliced, in the order of the elements; what is not); None: some elements are missing."""
+    others: StateByKey = {}
+    parts: dict[StateKey, list[tuple[int, int, Tensor]]] = {}
+    for place, span in enumerate(spans):
+        left: IndexRanges = (span,)
+        for holding in holdings:
+            for a, b in intersect_ranges(left, holding.spans):
+                for key, value in holding.state.items():
+                    if holding.sliced(key):
+                        parts.setdefault(key, []).append((place, a, holding.take(key, a, b, whole)))
+                    else:
+                        others[key] = value
+                left = subtract_ranges(left, ((a, b),))
+        if left:
+            return None
+    return {key: [part for *_, part in sorted(found, key=itemgetter(0, 1))] for key, found in parts.items()}, others
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The parts, one after the other, in a new tensor; the mirror's lie in host memory."""
+    return torch.cat([part.to(device) for part in parts])
+
+
+def part_of_run(kept: StateByKey, here: slice) -> StateByKey:
+    """The same state of some of a run's elements."""
+    shape = tensor_in(kept).shape
+    return {key: value[here] if isinstance(value, Tensor) and value.shape == shape else value for key, value in kept.items()}
 
 
 def assemble_parameter(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raypar.worker.stage.layer_tensors import StageTensors, memory_begin
+from raypar.worker.stage.tensors_without_memory import can_be_resized, has_memory
 from raypar.worker.step.owned_parameters import OwnedParameter
 
 
@@ -23,7 +24,8 @@ class GatheredMemory:
     """
 
     def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter]) -> None:
-        """Begins with the memory there, and new: nothing else refers to it. `owned`: of the stage, views of its parameters."""
+        """Begins with the memory as `weights` have it: not there, or there and then new, so that nothing else refers to it.
+        `owned`: of the stage; where the memory is there, views of its parameters."""
         kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
         names = [name for name, parameter in weights.parameters.items() if parameter.numel() and name not in kept]
         self._weights = weights
@@ -33,12 +35,12 @@ class GatheredMemory:
         """Parameter -> what layers compute with."""
         for name, runs in self._runs.items():
             self._whole[name] = whole = weights.take_new_memory(name)
-            for each in runs if name not in weights.rounded else ():
+            for each in runs if name not in weights.rounded and has_memory(whole) else ():
                 each.parameter.data = each.of(whole)
-        self._nbytes = {name: whole.untyped_storage().nbytes() for name, whole in self._whole.items()}
+        self._nbytes = {name: whole.nbytes for name, whole in self._whole.items()}
         self._may_go = all(map(can_be_resized, {whole.device for whole in self._whole.values()}))
         """Whether the memory can be freed on this device."""
-        self.is_there = True
+        self.is_there = all(map(has_memory, self._whole.values()))
         """Whether the whole parameters have memory."""
         self._note_addresses()
 
@@ -74,12 +76,3 @@ class GatheredMemory:
     def _note_addresses(self) -> None:
         there = self._whole.values() if self.is_there and self._may_go else ()
         self._weights.temporary = frozenset(map(memory_begin, there))
-
-
-def can_be_resized(device: torch.device) -> bool:
-    """Whether storages of a device can be: those of processors and of CUDA can, those of a backend of one's own need not."""
-    try:
-        torch.empty(1, device=device).untyped_storage().resize_(0)
-    except RuntimeError:
-        return False
-    return True

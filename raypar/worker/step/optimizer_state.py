@@ -250,20 +250,21 @@ def _changed(
     return found
 
 
-def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+def write_optimizer_state(optimizer: torch.optim.Optimizer, state: OptimizerState, *, takes_over: bool = False) -> None:
     """Give the optimizer state that `read_optimizer_state` returned; tensors are copied to where the optimizer keeps them.
+    `takes_over`: those with one element for each of the parameter's become its own; nobody else has them.
 
     A parameter that is missing starts without state, a group without its own entries. Raises `CheckpointError` for entries and
     attributes that no optimizer keeps as its state, which a file may name.
     """
     for each in optimizers_in(optimizer):
         with optimizer.taking_state(each) if isinstance(optimizer, SeveralOptimizers) else contextlib.nullcontext():
-            _write_one(each, state)
+            _write_one(each, state, takes_over=takes_over)
     if (averages := averages_of(optimizer)) is not None:
-        averages.load(state.averages)
+        averages.load(state.averages, takes_over=takes_over)
 
 
-def _write_one(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
+def _write_one(optimizer: torch.optim.Optimizer, state: OptimizerState, *, takes_over: bool) -> None:
     """See `write_optimizer_state`; what is of one optimizer."""
     attributes = state.attributes.get(pattern_of_optimizer(optimizer), {})
     for name in attributes:
@@ -274,7 +275,10 @@ def _write_one(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
         for name, parameter in zip(group["raypar_names"], group["params"], strict=True):
             if name in state.parameters:
                 optimizer.state[parameter] = {
-                    key: value.to("cpu" if key == "step" and counts_on_host else parameter.device, copy=True)
+                    key: value.to(
+                        "cpu" if key == "step" and counts_on_host else parameter.device,
+                        copy=not (takes_over and value.dim() and value.shape == parameter.shape),
+                    )
                     if isinstance(value, Tensor)
                     else value
                     for key, value in state.parameters[name].items()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from raypar.plan.ownership import OwnedRun
 from raypar.plan.shard_ranges import IndexRanges
 from raypar.worker.stage.layer_tensors import StageTensors
+from raypar.worker.stage.tensors_without_memory import has_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,14 @@ def run_key(name: str, start: int, stop: int) -> str:
 
 
 def own_parameters(
-    tensors: StageTensors, runs: Iterable[OwnedRun] | None, frozen: Iterable[OwnedRun] | None = None
+    tensors: StageTensors,
+    runs: Iterable[OwnedRun] | None,
+    frozen: Iterable[OwnedRun] | None = None,
+    values: Mapping[OwnedRun, Tensor] = MappingProxyType({}),
 ) -> list[OwnedParameter]:
     """What a rank trains of a stage, in layer order: its `runs`, and empty parameters; all if no replicas divide it (None).
-    `frozen`: its runs of frozen parameters, which are then kept beside; None: all replicas have these.
+    `frozen`: its runs of frozen parameters, which are then kept beside; None: all replicas have these. `values`: the
+    elements of runs of parameters that have no memory; the others are in their parameters.
 
     Of a parameter that layers use as a copy in a lower precision, and of which the rank owns a part, that part is all that is
     left: the other elements of the master are freed.
@@ -73,7 +79,13 @@ def own_parameters(
             continue
         flat, is_master = parameter.detach().view(-1), name in tensors.rounded
         for start, stop in own:
-            part = flat[start:stop].clone() if is_master else flat[start:stop]
+            value = values.get(OwnedRun(name, start, stop))
+            if value is not None and (is_master or not has_memory(flat)):
+                part = value
+            else:
+                part = flat[start:stop].clone() if is_master else flat[start:stop]
+            if value is not None and part is not value:
+                part.copy_(value)
             run = nn.Parameter(part, requires_grad=parameter.requires_grad)
             vars(run).update({key: value for key, value in vars(parameter).items() if key not in vars(run)})
             found.append(OwnedParameter(name, run, (start, stop)))

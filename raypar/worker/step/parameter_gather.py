@@ -27,6 +27,7 @@ from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Compute, Progr
 from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.stage.layer_tensors import LayerPass
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
+from raypar.worker.stage.tensors_without_memory import view_of_run
 from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.layer_gather import LayerGather
 from raypar.worker.step.parameter_requests import IN_PLACE_BYTES
@@ -62,7 +63,7 @@ def gather_rounds(tensors: Mapping[str, Tensor], runs: Sequence[Sequence[OwnedRu
     small: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
     for replica, own in enumerate(runs):
         for name, start, stop in own:
-            view = flat[name][start:stop]
+            view = view_of_run(flat[name], start, stop)
             of_tensor = large.setdefault(name, [[] for _ in runs])
             if view.nbytes >= IN_PLACE_BYTES and not of_tensor[replica]:
                 of_tensor[replica].append(view)

@@ -589,6 +589,14 @@ class StepCommit:
         self.outcome = outcome
         self.apply()
 
+    def release(self) -> None:
+        """Let go of stages, optimizers and gradients; what was decided stays known."""
+        self.stages, self.reductions, self.owned, self.optimizers = {}, {}, {}, {}
+        self.gather, self.can_apply_late = ParameterGather({}), False
+        self.before_vote = self.while_votes_arrive = self.gather_metrics = self.order_digest = None
+        self._reduced_uses, self._settled, self._settled_runs = None, {}, {}
+        del self._exchange, self._buffers
+
 
 def _alike(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Gradients of the same elements, flat where they differ in shape. A view of one would keep its memory from being used in

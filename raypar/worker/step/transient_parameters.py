@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypar.plan.ownership import OwnedRun
 from raypar.worker.stage.layer_tensors import StageTensors, memory_begin
-from raypar.worker.step.gathered_memory import can_be_resized
+from raypar.worker.stage.tensors_without_memory import can_be_resized, has_memory
 from raypar.worker.step.owned_parameters import OwnedParameter
 
 
@@ -40,8 +40,8 @@ class TransientParameters:
     """
 
     def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter], there: BytesThere) -> None:
-        """Begins with no memory but that of what is owned. `owned`: of the stage, views of its parameters; `there`: counts the
-        bytes of all stages of the worker."""
+        """Begins with no memory but that of what is owned. `owned`: of the stage, views of its parameters if these have any;
+        `there`: counts the bytes of all stages of the worker."""
         kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
         self._weights = weights
         self._runs: dict[str, list[OwnedParameter]] = {}
@@ -65,7 +65,7 @@ class TransientParameters:
                 self._whole[name] = weights.computed_with(name)
                 continue
             self._runs[name] = [each for each in owned if each.name == name]
-            for each in self._runs[name] if name not in weights.rounded else ():
+            for each in self._runs[name] if name not in weights.rounded and has_memory(parameter) else ():
                 each.parameter.data = each.parameter.detach().clone()
             whole = self._whole[name] = weights.take_empty_memory(name).data
             self._nbytes[name] = whole.untyped_storage().nbytes()

@@ -42,8 +42,9 @@ class WeightAverages:
                 elif since % self._spec.every == 0:
                     self.values[name].lerp_(parameter.detach(), 1 - self._spec.decay)
 
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        """Go on from these averages, of which copies are made; parameters without one begin theirs anew."""
-        self.values = {
-            name: self._copy(values[name].to(parameter.device)) for name, parameter in self.parameters.items() if name in values
-        }
+    def load(self, values: Mapping[str, Tensor], *, takes_over: bool = False) -> None:
+        """Go on from these averages, of which copies are made, unless it `takes_over` those in memory; parameters without one
+        begin theirs anew."""
+        there = {name: values[name].to(each.device) for name, each in self.parameters.items() if name in values}
+        keeps = takes_over and self._copy is torch.clone
+        self.values = there if keeps else {name: self._copy(value) for name, value in there.items()}
