@@ -24,7 +24,7 @@ from raypar.plan import MicrobatchRouting
 from raypar.schedule import registry
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments
-from raypar.worker.process.allocator_and_garbage_collector import keep_freed_memory
+from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, keep_freed_memory
 from raypar.worker.worker_core import WorkerCore
 
 WIDTHS, DENSE, COUNTS, CONTEXT, WARM = (128, 256, 512, 1024), (512, 1024), (1, 2, 4), 128, 2
@@ -105,6 +105,7 @@ def main() -> None:
     for name, width in [*(("GPT", width) for width in given.widths), *(("VGG", width) for width in given.dense)]:
         steps = given.rounds + WARM
         cores = {count: worker(name, width, count, steps) for count in COUNTS}
+        freeze_existing_objects(collect=True)  # as workers do
         times: dict[int, list[float]] = {count: [] for count in COUNTS}
         for step in range(steps):
             for count in random.Random(step).sample(COUNTS, len(COUNTS)):

@@ -202,11 +202,21 @@ class MomentumEncoder(nn.Module):
         return self.query(x) + self.key(x)
 
 
+class FollowsByData(MomentumEncoder):
+    """The same as code for BYOL has it: what is written through `.data` counts no version."""
+
+    def forward(self, x):
+        for kept, followed in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            kept.data.mul_(0.9).add_(followed.data, alpha=0.1)
+        return self.query(x) + self.key(x)
+
+
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_a_forward_that_changes_frozen_parameters_is_refused_where_there_are_replicas(level):
+@pytest.mark.parametrize("layer", [MomentumEncoder, FollowsByData])
+def test_a_forward_that_changes_frozen_parameters_is_refused_where_there_are_replicas(layer, level):
     """Each replica changed its own, as often as it had microbatches."""
     words = "layer '0' changes its frozen parameter 'key.weight' in forward"
-    with run_of_layers(MomentumEncoder, level) as run, pytest.raises(UserCodeError, match=words) as error:
+    with run_of_layers(layer, level) as run, pytest.raises(UserCodeError, match=words) as error:
         run.step(0)
     assert "plan.replicas: 1" in error.value.cure and "average" in error.value.cure
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from raypar.errors import UserCodeError
+from raypar.worker.stage.buffer_updates import same_bits
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.layer_tensors import LayerTensors, memory_begin
 
@@ -31,13 +32,16 @@ class ParameterCheckedCall:
     """A layer's call (`LayerFunction`) of a stage with several replicas, which looks at the layer's parameters afterwards.
 
     Raises `UserCodeError`, with layer and parameter, for a forward that changes a frozen parameter, each replica as often as it
-    has microbatches; with `are_divided`, that replaces a parameter or its memory, of which owners have runs; with `are_freed`,
-    if the first one in training keeps a view of a parameter in an attribute.
+    has microbatches (what is written through `.data` counts no version: it is seen in the first call in training, and in the
+    first of step 2, 4, 8 and so on); with `are_divided`, that replaces a parameter or its memory, of which owners have runs;
+    with `are_freed`, if the first one in training keeps a view of a parameter in an attribute.
     """
 
     def __init__(self, layer: str, call: LayerFunction, *, are_divided: bool, are_freed: bool) -> None:
         self._layer, self._call, self._are_divided, self._looks_for_views = layer, call, are_divided, are_freed
         self._places: list[_Place] | None = None
+        self._compared = -1
+        """The last step, from 0, in which values of frozen parameters were compared."""
 
     def __call__(self, forward_pass: PassContext, weights: LayerTensors, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the layer returns."""
@@ -45,16 +49,28 @@ class ParameterCheckedCall:
             places = _places(weights.module)
             self._places = [place for place in places if self._are_divided or not place.parameter.requires_grad]
         before = [(place.parameter.data_ptr(), place.parameter._version) for place in self._places]
+        values = self._values_to_compare(forward_pass, self._places)
         outputs = self._call(forward_pass, weights, inputs)
         for place, (address, version) in zip(self._places, before, strict=True):
             if place.owner._parameters.get(place.key) is not place.parameter or place.parameter.data_ptr() != address:
                 self._refuse_replaced(place)
             if not place.parameter.requires_grad and place.parameter._version != version:
                 self._refuse_changed(place)
+        for place, value in values:
+            if not same_bits(place.parameter.detach(), value):
+                self._refuse_changed(place)
         if self._looks_for_views and forward_pass.training:
             self._refuse_kept(weights.module, self._places)
             self._looks_for_views = False
         return outputs
+
+    def _values_to_compare(self, forward_pass: PassContext, places: Sequence[_Place]) -> list[tuple[_Place, Tensor]]:
+        """Copies of the frozen parameters, where they are compared after the call: seldom, as most of a model may be frozen."""
+        step = forward_pass.step
+        if not forward_pass.training or step == self._compared or (self._compared >= 0 and (step + 1) & step):
+            return []
+        self._compared = step
+        return [(place, place.parameter.detach().clone()) for place in places if not place.parameter.requires_grad]
 
     def _refuse_replaced(self, place: _Place) -> None:
         why = (
