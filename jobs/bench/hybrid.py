@@ -1,6 +1,6 @@
 """VGG-11 on two workers that are replicas of its convolutions and shards of its dense layers, beside the uniform plans.
 
-`python jobs/bench/hybrid.py [--json] [--page FILE] [--rounds 7] [--steps 1] [--batch 8] [--microbatches 2] [--gbit 0 10]`
+`python jobs/bench/hybrid.py [--json] [--page FILE] [--rounds 7] [--steps 1] [--batch 16] [--microbatches 2] [--gbit 0 10]`
 The uniform plans are two replicas, two shards, and two stages cut where the simulated step is shortest. All train in turn, each
 in two processes over raypar's own transport; a round runs each of them once. `--gbit`: rates of the link between the workers,
 each of which is then a host of its own (`linked_hosts.py`, as root); 0: both are on one machine, and exchange what they can
@@ -121,7 +121,7 @@ def text_of(found: list[dict[str, Any]], given: argparse.Namespace) -> tuple[str
 
 def main() -> None:
     parser = bench_parser(__doc__, rounds=7, steps=1)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.0, 10.0], help="rates of links; 0: one machine")
     given = parser.parse_args()
