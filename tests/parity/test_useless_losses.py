@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import ugly_models
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import raypar
 from raypar.errors import ModelError, NonFiniteError, UserCodeError
@@ -46,6 +47,26 @@ def test_a_loss_that_trains_nothing_is_an_error_that_says_so(loss, error, said):
     job = ugly_models.job("plain", microbatches=2, steps=1).replace(loss=LossConfig(function=loss))
     plan = ParallelPlan.of((1,), layers=len(make_layer_graph(job).layers))
     with OneProcessRun(job, plan, "1f1b") as run, pytest.raises(error, match=said):
+        run.step(0)
+
+
+class Reentrant(nn.Module):
+    """Recomputes as `use_reentrant=True` does, whose outputs need an input with a gradient; batch fields have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_model_whose_outputs_have_no_gradient_is_an_error_that_says_so():
+    """A plain process's backward raises; here steps changed nothing, and said nothing."""
+    job = classify(cross_entropy).job.replace(model=ModelConfig(function=lambda: nn.Sequential(Reentrant())))
+    plan = ParallelPlan.of((1,), layers=1)
+    with OneProcessRun(job, plan, "1f1b") as run, pytest.raises(UserCodeError, match="nothing that it reads has one"):
         run.step(0)
 
 

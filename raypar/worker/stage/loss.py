@@ -215,3 +215,8 @@ def _check_total(total: Tensor | float, read: Sequence[Tensor]) -> None:
             "the loss has no gradient although the model's output has one: nothing would be trained",
             cure="compute it from the output by differentiable operations (no detach(), no .item(), no torch.no_grad())",
         )
+    if not total.requires_grad and torch.is_grad_enabled():
+        raise UserCodeError(
+            "the loss has no gradient, and nothing that it reads has one: nothing would be trained",
+            cure="let the outputs depend on parameters that require gradients (reentrant checkpoints: of inputs that do)",
+        )
