@@ -7,8 +7,9 @@ waits, inside its backward pass, until they have come as far.
 
 All replicas send in the same order: round by round, in each of them bucket by bucket. A message needs only messages that come
 before it, or with it in its bucket and round, so replicas that have begun the same rounds never wait for each other in a circle
-(`schedule/validate.py` proves that they begin them). Additions run in the thread that completes a round: an owner that
-computes, or waits for something else, holds nobody up.
+(`schedule/validate.py` proves that they begin them). That needs a replica that waits for a slot to wait for no later message
+than the ones that free it: which these are follows from the order alone, not from what other threads have added up so far.
+Additions run in the thread that completes a round: an owner that computes, or waits for something else, holds nobody up.
 
 Where every replica needs all totals (ZeRO stage 0), the owners send them to the others at the end of the step.
 
@@ -40,6 +41,9 @@ from raypar.comm.transport import Handle, Transport
 from raypar.errors import CommError, CommTimeout
 from raypar.plan.gradient_scatter import StackStep, rounds_of
 from raypar.torch_compat.multi_tensor import copy_all
+
+LOOK_S = 1.0
+"""So often a replica that waits for one message looks whether another has failed, or its additions: for lack of memory, say."""
 
 
 class ScatterReduction:
@@ -322,8 +326,8 @@ class _ScatterStep(ScatterStep):
         super().__init__(reduction)
         self._sent: list[Handle] = []
         """This replica's messages, in order: done when all other owners have acknowledged them."""
-        self._received: dict[int, list[Handle]] = {r: [] for r in reduction.receiving}
-        """Other replica -> posted receives of its messages, in order, without those that are known to be done."""
+        self._received: dict[int, list[tuple[int, Handle]]] = {r: [] for r in reduction.receiving}
+        """Other replica -> (number, posted receive) of its messages for this one, in order, without those known to be done."""
         self._acknowledgements: list[Handle] = []
         """Sends of acknowledgements, without those that are known to be done."""
         self._folded: dict[tuple[int, int], None] = {}
@@ -338,10 +342,13 @@ class _ScatterStep(ScatterStep):
         """Notified when arrivals have been added up."""
 
     def begin(self) -> None:
-        """Post the first receives."""
+        """Post the first receives. What arrives meanwhile is added up behind that: additions post receives, too."""
+        self._is_folding = True
         for replica in self.reduction.receiving:
             for number in range(len(self.reduction.receiving[replica])):
                 self._post_receive(replica, number)
+        self._is_folding = False
+        self._add_up()
 
     # -- what this replica sends ---------------------------------------------------------------------------------------
 
@@ -364,8 +371,8 @@ class _ScatterStep(ScatterStep):
 
         def awaited() -> Iterator[Handle]:
             yield self._sent[number]
-            for other in self.folds[bucket].missing if bucket in reduction.kept else ():
-                yield from self._received.get(reduction.replica_of[other], ())
+            if bucket in reduction.kept:
+                yield from self._receives_until(microbatch, bucket)
 
         progress = _Progress(self, is_free, awaited)
         if not progress.done():
@@ -373,6 +380,21 @@ class _ScatterStep(ScatterStep):
             what = f"room for gradients: replicas that are behind microbatch {microbatch}, channel {reduction.channel}"
             wait_for_handle(progress, what, reduction.timeout_s)
             reduction.waited_ns += time.perf_counter_ns() - start
+
+    def _receives_until(self, microbatch: int, bucket: int) -> Iterator[Handle]:
+        """Posted receives of the messages in a microbatch's round and a bucket, and of those before. None of them needs what
+        this replica sends later; any other receive may, so that waiting for it might have no end."""
+        reduction = self.reduction
+        for other in next(each for each in reduction.rounds if microbatch in each):
+            replica = reduction.replica_of[other]
+            last = self._place(other, bucket)
+            yield from (handle for number, handle in self._received.get(replica, ()) if number <= last)
+
+    def _place(self, microbatch: int, bucket: int) -> int:
+        """Which of its replica's messages for this one it is."""
+        reduction = self.reduction
+        turn = reduction.microbatches[reduction.replica_of[microbatch]].index(microbatch)
+        return turn * len(reduction.kept) + reduction.kept.index(bucket)
 
     def _send(self, microbatch: int, bucket: int) -> None:
         reduction, number = self.reduction, len(self._sent)
@@ -417,11 +439,15 @@ class _ScatterStep(ScatterStep):
             reduction.transport.ledger.add_payload("scatter", received=segment.nbytes)
             self._arrive(microbatch, bucket, segment)
 
-        self._received[replica] = [*filter(_is_pending, self._received[replica]), self._run(phases())]
+        handle = self._run(phases())
+        self._received[replica] = [*(each for each in self._received[replica] if _is_pending(each[1])), (number, handle)]
 
     def _arrive(self, microbatch: int, bucket: int, segment: Tensor) -> None:
         """Add up what has arrived; if another thread does so already (or this one), it does this, too."""
         self._arrivals.append((microbatch, bucket, segment))
+        self._add_up()
+
+    def _add_up(self) -> None:
         while True:
             with self._lock:
                 if self._is_folding or not self._arrivals:
@@ -449,8 +475,7 @@ class _ScatterStep(ScatterStep):
         tag, rank = 2 * (turn * len(reduction.layouts) + bucket) + 1, reduction.group[replica]
         sent = self._run(_one_phase(OperationPhase([(_nothing(), rank, tag)], ())))
         self._acknowledgements = [*filter(_is_pending, self._acknowledgements), sent]
-        place = turn * len(reduction.kept) + reduction.kept.index(bucket)
-        self._post_receive(replica, place + len(reduction.receiving[replica]))
+        self._post_receive(replica, self._place(microbatch, bucket) + len(reduction.receiving[replica]))
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -467,8 +492,8 @@ class _ScatterStep(ScatterStep):
     def _all(self) -> Iterator[Handle]:
         """Those that may not be done."""
         yield from self._sent[-len(self.reduction.sending) :] if self._sent else ()
-        for handles in self._received.values():
-            yield from handles
+        for receives in self._received.values():
+            yield from (handle for _, handle in receives)
         yield from self._acknowledgements
 
     def until_over(self) -> _Progress:
@@ -520,12 +545,18 @@ class _Progress:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            turn_s = LOOK_S if left_s is None else min(LOOK_S, left_s)
             pending = next((handle for handle in self._awaited() if not handle.done()), None)
             if pending is not None:
-                pending.wait(left_s)
+                try:
+                    pending.wait(turn_s)
+                except CommTimeout as error:
+                    if turn_s == left_s:
+                        what = f"messages of other replicas had not come after {timeout_s:.3g} s"
+                        raise CommTimeout(what, error.cure) from None
                 continue
             with self._step.changed:  # all has come, and another thread adds it up
-                if not self._step.changed.wait_for(self._is_over, left_s):
+                if not self._step.changed.wait_for(self._is_over, turn_s) and turn_s == left_s:
                     raise CommTimeout("gradients were not added up", cure="report this: another thread of the worker hangs")
 
     def wait_on_stream(self, timeout_s: float | None = None) -> None:

@@ -98,11 +98,6 @@ class BucketFold:
         """Whether the gradients of all microbatches are added up."""
         return self._round is None
 
-    @property
-    def missing(self) -> list[int]:
-        """The microbatches of the present round that have not arrived."""
-        return [] if self._round is None else [m for m in self._round if m not in self._arrived]
-
     def arrive(self, microbatch: int, segment: Tensor) -> list[int]:
         """Take the gradients of a microbatch. Returns the microbatches whose slots are free now: those of complete rounds."""
         self._arrived[microbatch] = segment

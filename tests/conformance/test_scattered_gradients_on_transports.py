@@ -15,6 +15,7 @@ from test_reduction_to_owners import owners_of
 from raypar.comm.faulty_transport import Fault, FaultyTransport
 from raypar.comm.gradient_scatter import ScatterReduction
 from raypar.comm.local_transport import LocalMesh
+from raypar.comm.owner_sums import BucketFold
 from raypar.comm.routine import run_routine
 from raypar.comm.tcp.endpoint import TcpEndpoint
 from raypar.errors import CommError
@@ -154,3 +155,75 @@ def test_a_replica_that_leaves_ends_the_waits_of_the_others(kind):
     finally:
         close()
     assert len(errors) == 2
+
+
+SPARSE = [[((0, 500),) if replica == (i % 6 != 5) else () for replica in range(3)] for i in range(12)]
+"""Replica 0 owns buckets 0 and 6, replica 1 all others."""
+HALVES = [[((0, 240),), ((240, 500),), ()]] * 12
+
+
+def step_of_twelve_buckets(transport, owners, submit_at, timeout_s):
+    """A step of three replicas with twelve buckets and two slots.
+
+    `submit_at`: (replica, bucket) -> called before that is handed over."""
+    made = ScatterReduction(
+        transport,
+        group=range(3),
+        replica_of=range(3),
+        steps=stack_steps(Microbatches(3, 3)),
+        parameters=[(torch.Size([500]), torch.float32)] * 12,
+        owners=owners,
+        bucket_bytes=2000,
+        pool_bytes=40_000,
+        timeout_s=timeout_s,
+    )
+    assert (not made.ahead, len(made.layouts)) == (True, 12)
+    assert transport.rank or owners is HALVES or made.kept == [0, 6]
+    made.start()
+    m = transport.rank
+    for bucket in range(12):
+        submit_at.get((m, bucket), bool)()
+        made.submit_gradients([11 - bucket], {(m, m + 1): {11 - bucket: torch.full([500], 1.0)}})
+    run_routine(made.finish(), timeout_s)
+    return made.owned_totals
+
+
+def test_a_replica_waits_for_no_message_that_is_later_than_its_slot(monkeypatch):
+    """While another thread adds up bucket 0, the receive of bucket 6 is posted: it needs what this replica sends next."""
+    sent, adds = threading.Event(), threading.Event()
+
+    def slow(fold, leave=BucketFold._leave_slots):
+        if not adds.is_set():
+            adds.set()
+            time.sleep(0.2)
+        leave(fold)
+
+    monkeypatch.setattr(BucketFold, "_leave_slots", slow)
+    submit_at = {(0, 2): lambda: (sent.set(), adds.wait(LIMIT_S)), (2, 0): lambda: sent.wait(LIMIT_S)}
+    totals, mesh = {}, LocalMesh(3)
+    in_threads([lambda t=t: totals.update({t.rank: step_of_twelve_buckets(t, SPARSE, submit_at, 5)}) for t in mesh.transports])
+    assert all(one.eq(3).all() for mine in totals.values() for runs in mine.values() for one in runs)
+    assert sum(len(runs) for mine in totals.values() for runs in mine.values()) == 12
+
+
+def test_additions_that_fail_in_another_thread_end_a_wait_for_other_messages(monkeypatch):
+    """So that a replica without memory says so at once, and the others do not wait for it."""
+    waits = threading.Event()
+    submit_at = {(0, 2): waits.set, (2, 0): lambda: waits.wait(LIMIT_S) and time.sleep(0.2)}
+
+    def fails(fold):
+        raise RuntimeError("no memory")
+
+    def replica(transport):
+        try:
+            step_of_twelve_buckets(transport, HALVES, submit_at, LIMIT_S)
+        except CommError as error:
+            errors.append(str(error))
+            transport.abort("a replica has failed")
+
+    monkeypatch.setattr(BucketFold, "_leave_slots", fails)
+    errors, start = [], time.monotonic()
+    mesh = LocalMesh(3)
+    in_threads([lambda t=t: replica(t) for t in mesh.transports])
+    assert time.monotonic() - start < LIMIT_S / 2
+    assert len(errors) == 3 and any("no memory" in error for error in errors), errors
