@@ -268,11 +268,11 @@ def test_workers_that_train_nothing_read_weights_without_state_of_the_optimizer(
     job = job_of(Net, optimizer=("torch.optim:AdamW", {"lr": 0.1}))
     path, parameters = train_into_folder(job, tmp_path, pp=2)
     checkpoint, read = path / "checkpoints" / "step_00000002", list[str]()
-    found = checkpoint_files._read
+    stream = checkpoint_files._stream
     monkeypatch.setattr(
         checkpoint_files,
-        "_read",
-        lambda m, entries, *more, **how: read.extend(e.kind.kind for e in entries) or found(m, entries, *more, **how),
+        "_stream",
+        lambda m, entries, *more: read.extend(e.kind.kind for e in entries) or stream(m, entries, *more),
     )
     with OneProcessRun(job, ParallelPlan.mesh(pp=2, layers=len(make_layer_graph(job).layers)), "1f1b") as local:
         for core in local.cores:
