@@ -1,10 +1,11 @@
 """A model that does not fit is refused with the plan that does, and trains with it under the limit, though an owner is killed.
 
-`python examples/too_big.py [FOLDER]` gives each worker of a small GPT a limit of memory (RLIMIT_DATA) that its plan exceeds.
-raypar refuses the plan before anything starts, with one error that names a plan that fits; without that check the run ends
-with an error that names plans which need less. With the plan that fits it trains under the limit, also when a worker is killed
-that alone holds its part of the optimizer's state. The weights are those of a run without a limit, bit for bit. Three to five
-minutes.
+`python examples/too_big.py [FOLDER]` trains a GPT on four workers, each of which may use less memory than AdamW's state of the
+model takes alone. raypar refuses the plan before anything starts, with one error that names one that fits: ZeRO stage 3 with
+parameters that come layer by layer, recomputation, and the optimizer's state in files. Without that check the run ends, at a
+limit of its processes (RLIMIT_DATA), with an error that names plans which need less. With the plan that fits it trains under
+both limits, also when a worker is killed that alone holds its part of the state. The weights are those of a run that nothing
+disturbs, bit for bit. A few minutes.
 """
 
 from __future__ import annotations
@@ -19,44 +20,55 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-from torch import nn
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from examples import gpt  # noqa: E402
+from raypar.model.graph import Graph, Layer  # noqa: E402
 
 RAYPAR = [sys.executable, "-m", "raypar"]
-SIZE = {"width": 384, "depth": 6, "heads": 6, "context": 64}
-"""11 million parameters: in each of two stages 21 MiB of them, as much of each sum of gradients, 42 of AdamW."""
-ROOM_MIB = 145
-"""What a worker may use for what the memory sheet counts: too little for the plan of the job, for it with ZeRO alone, and for
-it with recomputation alone. With less room the errors name other plans: a higher level, where raypar has one."""
-BESIDE_MIB = 210
-"""What the limit leaves a worker beside that: messages, what the allocator keeps, stacks of threads, and the state before and
-after the change when workers take over from a lost one."""
-STEPS, KILLED_AFTER = 5, 2
+SIZE = {"width": 640, "depth": 10, "heads": 10, "context": 16}
+"""49 million parameters: 189 MiB of them, and 379 MiB of AdamW."""
+ROOM_MIB = 190
+"""What a worker may use for what the memory sheet counts (`placement.worker_memory_mib`), half of AdamW's state. So little
+that nothing fits without all of ZeRO stage 3 with parameters layer by layer, recomputation and optimizer state in files."""
+LIMIT_MIB = ROOM_MIB + 520
+"""RLIMIT_DATA above what a process has when it begins, less than the plan of the job takes: the rest is for messages, stacks of
+threads, what heaps reserve, and what a worker has of both generations while it takes over from a lost one."""
+ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
+"""RLIMIT_DATA counts what heaps reserve, too, and each thread would have one."""
+STEPS, KILLED_AFTER = 4, 2
 JOB = [
     *(f"model.args.{name}={value}" for name, value in SIZE.items()),
     f"data.args.context={SIZE['context']}",
     f"steps={STEPS}",
-    "batch_size=128",
-    "microbatches=16",
+    "batch_size=16",
+    "microbatches=8",
     "plan.schedule=gpipe",
+    "plan.stages=1",
+    "plan.replicas=4",
+    "plan.gradients=scatter",
     "checkpoint.every=0",
     "validation=null",
     "elastic.min_workers=4",
+    "elastic.mirror=1",
 ]
 
 
-def layers(limit_mib: int, **args: int) -> nn.Sequential:
-    """The model. A worker that builds it may use so much more memory from then on."""
+def layers(limit_mib: int, width: int, depth: int, heads: int, context: int) -> Graph:
+    """The model, as layers that are built one by one. A worker that asks for it may use so much more memory from then on."""
     if limit_mib and is_worker():
         data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (data + (limit_mib << 20), resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    return gpt.layers(**args)
+    made = [("embed", partial(gpt.Embed, 256, context, width))]
+    made += [(f"block{i}", partial(gpt.Block, width, heads, depth)) for i in range(depth)]
+    made += [("head", partial(gpt.Head, width, 256))]
+    values = ("x", *(f"h{i}" for i in range(len(made))))
+    chain = tuple(Layer(name, build, (values[i],), (values[i + 1],)) for i, (name, build) in enumerate(made))
+    return Graph(chain, output=values[-1])
 
 
 def is_worker() -> bool:
@@ -72,7 +84,8 @@ def train(run: Path, *settings: str, limit_mib: int = 0, disturb: Callable[[Path
     command = [*RAYPAR, "train", str(ROOT / "jobs/quickstart.yaml"), *(part for word in words for part in ("--set", word))]
     print(f"\n>>> {run.name}: raypar train jobs/quickstart.yaml --set {' --set '.join(settings) or '...'}", flush=True)
     printed = ""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as training:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT, "env": {**os.environ, **ONE_HEAP}}
+    with subprocess.Popen(command, text=True, **given) as training:
         if disturb is not None:
             threading.Thread(target=disturb, args=(run,), daemon=True).start()
         for line in training.stdout or ():
@@ -110,12 +123,13 @@ def main() -> None:
     code, printed = train(folder / "refused", memory)
     fits = plan_of_error(printed)
     print(f">>> refused with exit code {code}: {' and '.join(fits)} fits")
-    code, printed = train(folder / "unchecked", limit_mib=ROOM_MIB + BESIDE_MIB)
+    code, printed = train(folder / "unchecked", limit_mib=LIMIT_MIB)
     print(f">>> without the check it ends with exit code {code}: smaller is {' and '.join(plan_of_error(printed))}")
 
-    limited = hash_of_weights(*train(folder / "limited", memory, *fits, limit_mib=ROOM_MIB + BESIDE_MIB, disturb=kill_an_owner))
-    without = hash_of_weights(*train(folder / "without_limit"))
-    print(f"\nunder the limit, an owner killed  {limited}\nwithout a limit                   {without}")
+    fits = [setting.replace("FOLDER", str(folder / "state")) for setting in fits]
+    limited = hash_of_weights(*train(folder / "limited", memory, *fits, limit_mib=LIMIT_MIB, disturb=kill_an_owner))
+    without = hash_of_weights(*train(folder / "without_limit", "plan.zero=1"))
+    print(f"\nunder the limit, an owner killed  {limited}\nnothing disturbed                 {without}")
     print("equal" if limited == without else "DIFFERENT")
     sys.exit(limited != without)
 

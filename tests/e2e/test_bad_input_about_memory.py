@@ -79,7 +79,7 @@ ERRORS = {
     "cpu_offload": (
         ["cpu_offload=true"],
         "unknown key cpu_offload",
-        r"optimizer state in files .* is plan\.optimizer_in",
+        r"offloading to files of a local disk is plan\.optimizer_in: FOLDER .* and plan\.activations_in for activations",
     ),
     "ema": (["ema=0.999"], "unknown key ema", AVERAGES),
     "ema of an optimizer": (["optimizer.ema=0.999"], "unknown key optimizer.ema", AVERAGES),

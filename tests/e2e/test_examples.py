@@ -30,7 +30,9 @@ def test_a_model_that_is_too_big_is_refused_with_the_plan_with_which_it_trains_u
     command = [sys.executable, str(EXAMPLES / "too_big.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANGING_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ">>> refused with exit code 2: plan.recompute=full and plan.zero=1 fits\n" in done.stdout
+    fits = "plan.recompute=full and plan.zero=3 and plan.gather=layer and plan.optimizer_in=FOLDER fits"
+    assert f">>> refused with exit code 2: {fits}\n" in done.stdout
+    assert done.stdout.split("\n>>> unchecked")[0].count("error: ") == 1
     assert re.search(r">>> without the check it ends with exit code [1-9]\d*: smaller is plan\.", done.stdout)
     assert "nobody else has its part of the state" in done.stdout and done.stdout.splitlines()[-1] == "equal"
 
