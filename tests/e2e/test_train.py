@@ -173,6 +173,8 @@ def test_a_run_leaves_its_folder_and_another_plan_ends_in_the_same_bits_also_whe
     there = CheckpointTensors(folder / "checkpoints/step_00000012")
     named = b"".join(name.encode() + b"\0" + there[name].numpy().tobytes() for name in sorted(there))
     assert hashlib.sha256(named).hexdigest() == first
+    held = json.loads((folder / "totals.json").read_text())["worker_memory_bytes"]
+    assert len(held) == 2 and all(0 < each["empty"] <= each["rss"] for each in held)
     assert nothing_left()
 
     page = tmp_path / "tiny.html"

