@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from raypar.errors import Interrupted, LeaseLostError, RayparError
+from raypar.errors import ConfigError, Interrupted, LeaseLostError, RayparError
 from raypar.files.atomic_write import write_text_atomically
 from raypar.files.redact_secrets import redact_certain_secrets, secrets_of_environment
 from raypar.launch.result import Result
@@ -39,6 +39,23 @@ def put_run_name_into_cure(result: Result) -> None:
         if not has_job_file(result.path):
             error.cure += "; this run has no job file: that command says what it needs"
         error.args = (error.what, error.cure)
+
+
+def say_how_to_go_on(result: Result) -> None:
+    """Say in the cure of what a machine refuses inside a run, as a full disk, what is saved of the run, and how it goes on."""
+    error = result.error
+    if isinstance(error, ConfigError) and result.done and "raypar resume" not in error.cure:
+        done = f"the run had done {count_noun(result.done, 'step')}"
+        saved = f"{done}, and its last checkpoint is {result.checkpoint_path}: {_how_to_go_on(result)}"
+        error.cure += f"; {saved}" if result.checkpoint_path else f"; {done}, and has no checkpoint: begin it anew"
+        error.args = (error.what, error.cure)
+
+
+def _how_to_go_on(result: Result) -> str:
+    """What to do to go on from a run's last checkpoint."""
+    if not has_job_file(result.path):  # its functions cannot be imported by name: only the script has them
+        return f"give Trainer resume_from_checkpoint={result.path!r}"
+    return "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
 
 
 def keep_full_error(result: Result) -> None:
@@ -89,6 +106,7 @@ def raise_run_failure(result: Result) -> None:
     """
     if result.end == "failed":
         put_run_name_into_cure(result)
+        say_how_to_go_on(result)
         keep_full_error(result)
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
@@ -100,13 +118,7 @@ def raise_run_failure(result: Result) -> None:
             cure=f"follow the run with raypar status {result.handle}",
         )
     if result.end == "interrupted":
-        cure = ""
-        if result.checkpoint_path:
-            cure = (
-                "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
-            )
-            if not has_job_file(result.path):  # its functions cannot be imported by name: only the script has them
-                cure = f"give Trainer resume_from_checkpoint={result.path!r}"
+        cure = _how_to_go_on(result) if result.checkpoint_path else ""
         if not result.history:  # no step was reported
             raise before_training_error(result.why, describe_what_is_left(result), cure)
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"

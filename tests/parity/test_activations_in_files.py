@@ -315,6 +315,8 @@ def test_it_is_known_before_the_run_what_the_folders_have_no_room_for(tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"plan.activations_in .*here takes none of activations: .*directory"):
         check_offload_folder(in_folder(spec, tmp_path / "file" / "here"), sheets)
+    with pytest.raises(ConfigError, match=r"plan.activations_in .*file is a file, and activations would lie in a folder"):
+        check_offload_folder(in_folder(spec, tmp_path / "file"), sheets)
 
 
 def test_a_folder_that_another_run_uses_or_that_is_on_another_machine_is_refused(tmp_path: Path, monkeypatch):

@@ -152,6 +152,21 @@ def test_a_failed_run_keeps_the_whole_text_in_its_folder(tmp_path: Path):
     assert "layer_call.py" in (tmp_path / "error.txt").read_text()
 
 
+def test_a_machine_that_refuses_something_inside_a_run_is_an_error_that_says_what_is_saved(tmp_path: Path):
+    def cure(done: int, checkpoint: str | None) -> str:
+        full = ConfigError("plan.activations_in /fast does not keep activations: No space left on device", "give a folder")
+        with pytest.raises(ConfigError) as found:
+            raise_run_failure(Result({}, str(tmp_path), "failed", done, error=full, checkpoint_path=checkpoint))
+        return found.value.cure.partition("; raypar's own frames")[0]
+
+    (tmp_path / "job.yaml").write_text("")
+    saved = f"{tmp_path}/checkpoints/step_00000003"
+    kept = f"the run had done 4 steps, and its last checkpoint is {saved}"
+    assert cure(4, saved) == f"give a folder; {kept}: raypar resume {tmp_path}"
+    assert cure(4, None) == "give a folder; the run had done 4 steps, and has no checkpoint: begin it anew"
+    assert cure(0, None) == "give a folder"
+
+
 def test_an_interrupted_run_without_a_job_file_is_resumed_from_python(tmp_path: Path):
     stopped = Result({}, str(tmp_path), "interrupted", 3, checkpoint_path=str(tmp_path / "checkpoints/step_00000003"))
     with pytest.raises(Interrupted) as found:

@@ -93,7 +93,9 @@ class FileMemoryPool(BufferPool):
 
 
 def check_folder_for_copies(folder: str, use: FolderUse = MIRROR_COPIES) -> None:
-    """Raise `ConfigError` where a folder takes nothing at all, or is on another machine."""
+    """Raise `ConfigError` where a folder takes nothing at all, is a file, or is on another machine."""
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigError(f"{use.key} {folder} is a file, and {use.holds} would lie in a folder", cure=use.cure)
     _map_file(folder, PAGE_BYTES, use, "none")
     kind = network_file_system_of(folder)
     if kind is not None:
