@@ -251,6 +251,7 @@ def test_a_step_that_was_broken_off_leaves_nothing_in_the_file(tmp_path: Path):
         assert file.nbytes and file._free == [Room(0, file.nbytes)]
         for step in range(3):
             assert {r.loss for r in run.step(step)} == {want.losses[step]}
+        file.settle()
         assert file._free == [Room(0, file.nbytes)]
 
 
