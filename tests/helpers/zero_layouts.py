@@ -71,6 +71,14 @@ class LayeredLayout(Layout):
 Read = Callable[[WorkerCore, ShardOfStage, OwnedParameter], Tensor | None]
 
 
+def alike_with_nan(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether tensors are equal. A step that is skipped leaves gradients in which numbers that are none may stand."""
+    if one is None or other is None:
+        return one is other
+    nowhere, nor_here = one.isnan(), other.isnan()
+    return torch.equal(nowhere, nor_here) and torch.equal(one.masked_fill(nowhere, 0), other.masked_fill(nor_here, 0))
+
+
 def put_together(run: OneProcessRun, read: Read) -> dict[tuple[int, int, str], list[Tensor | None]]:
     """(stage, virtual shard, parameter) -> what is read of its owners' runs, as a tensor of its shape; every copy of what no
     replicas divide. None where no owner has anything. Every element has one owner, and other holders have the same."""
@@ -90,7 +98,7 @@ def put_together(run: OneProcessRun, read: Read) -> dict[tuple[int, int, str], l
         size, before = shapes[key].numel(), 0
         alike = [list(of) for _, of in itertools.groupby(runs, key=lambda run: run[0].run)]
         for (each, value), *others in alike:
-            assert all(same is value is None or torch.equal(value, same) for _, same in others), f"{key}: holders of {each.key}"
+            assert all(alike_with_nan(value, same) for _, same in others), f"{key}: holders of {each.key}"
         runs = [of[0] for of in alike]
         for each, _ in runs:
             start, stop = each.run or (0, size)
@@ -102,7 +110,7 @@ def put_together(run: OneProcessRun, read: Read) -> dict[tuple[int, int, str], l
         assert none or all(value is not None for value in values), key
         flat = all(value is not None and value.shape == each.parameter.shape for each, value in runs)
         if none or not flat:
-            assert none or all(torch.equal(value, values[0]) for value in values), f"{key}: owners differ"
+            assert none or all(alike_with_nan(value, values[0]) for value in values), f"{key}: owners differ"
             found.setdefault(key, []).append(values[0])
         else:
             found.setdefault(key, []).append(torch.cat([value.reshape(-1) for value in values]).view(shapes[key]))
@@ -157,9 +165,9 @@ def check_zero(
             assert {r.loss for r in reports} == {want.losses[step]}, f"{layout}, step {step}: loss"
             assert {repr(r.norm) for r in reports} == {repr(want.norms[step])}, f"{layout}, step {step}: norm"
             assert {r.skipped for r in reports} == {want.skipped[step]}, f"{layout}, step {step}: skipped"
+            found = by_name(gradients_of(run))
             if want.skipped[step]:
                 continue
-            found = by_name(gradients_of(run))
             bad = [d for n, g in want.gradients[step].items() if n in found for d in differences(n, found[n], g)]
             assert not bad, f"{layout}, step {step}: gradients of {bad}"
         parameters = run.parameters()
@@ -213,7 +221,9 @@ def run_cell(cell: Cell, plan: ParallelPlan, order_seed: int = 0) -> shard_grid.
             assert len({repr((r.loss, r.norm, r.skipped)) for r in reports}) == 1
             found.losses.append(reports[0].loss)
             found.norms.append(reports[0].norm)
-            gradients = {} if reports[0].skipped else keyed(gradients_of(local))
+            gradients = keyed(gradients_of(local))
+            if reports[0].skipped:
+                gradients.clear()  # compared with those of other holders alone
             found.gradients.append({key: [v if v is None else v.clone() for v in of] for key, of in gradients.items()})
         local.parameters()
         found.parameters = keyed(put_together(local, lambda core, index, each: each.parameter.detach()))

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 from helpers.parity import Layout
+from helpers.shard_grid import Cell
 from helpers.zero_grid import LEVELS, check_zero_layout, zero_layouts
-from helpers.zero_layouts import check_zero, expected
+from helpers.zero_layouts import check_cell, check_zero, expected, run_cell
 
 from raypar.schedule import registry
 
@@ -55,6 +56,26 @@ def test_steps_whose_float16_gradients_overflow_are_skipped_by_all_owners(comput
     skipped = expected(layout.model, layout.microbatches, layout.blocks, compute).skipped
     assert any(skipped) and not all(skipped)
     check_zero(layout, level, gather="layer" if level == 3 else "step")
+
+
+SKIPPED_ON_SHARDS = [
+    (Cell("llama", "interleaved", (1, 3), (2, 2), 3, True, "float32", 3, "fp16 gradients"), 1, "step"),
+    (Cell("llama", "interleaved", (1, 3), (2, 2), 5, True, "float32", 3, "fp16 parameters"), 3, "step"),
+    (Cell("uneasy llama", "interleaved", (1, 3), (2, 2), 4, False, "float32", 2, "fp16"), 3, "layer"),
+]
+
+
+@pytest.mark.part(6)
+@pytest.mark.parametrize("gradients", ["fold", "scatter"])
+@pytest.mark.parametrize("cell, level, gather", SKIPPED_ON_SHARDS, ids=str)
+def test_two_holders_of_a_tied_parameter_on_shards_have_the_same_gradients_when_a_step_is_skipped_too(
+    cell, level, gather, gradients
+):
+    """Numbers that are none stand at the same places: they are no difference between holders."""
+    plan = cell.plan.with_zero(level, 2).with_gather(gather).with_gradients(gradients)
+    of_steps = run_cell(cell, plan).gradients
+    assert any(of_steps) and not all(of_steps), "some steps are skipped"
+    check_cell(cell, plan)
 
 
 def test_a_replica_that_owns_nothing_of_a_bucket_gathers_totals_at_level_0_all_the_same():
