@@ -1,8 +1,9 @@
 """Plans: which worker holds and computes what. Pure: standard library only, no clock, no random numbers."""
 
+from raypar.plan.microbatch_routing import MicrobatchRouting, serving_shards
 from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, Role, StagePlan, serving_shards
+from raypar.plan.parallel_plan import ParallelPlan, Role, StagePlan
 from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge, TiedParameter
 
 __all__ = [

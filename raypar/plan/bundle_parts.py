@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypar.plan.parallel_plan import MicrobatchRouting, ParallelPlan, serving_shards
+from raypar.plan.microbatch_routing import MicrobatchRouting, serving_shards
+from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge
 
 LEAST_BYTES_IN_PARTS = 64 << 10

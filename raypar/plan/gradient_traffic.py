@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raypar.plan.addition_tree import covering_nodes
+from raypar.plan.microbatch_routing import MicrobatchRouting
 from raypar.plan.microbatches import Microbatches
 from raypar.plan.ownership import Ownership
-from raypar.plan.parallel_plan import MicrobatchRouting
 
 ALIGNED_BYTES, ALIGNED_ELEMENTS = 64, 16
 """In a message each run of a parameter begins where a new tensor might: at a multiple of so many bytes and elements."""
