@@ -16,10 +16,10 @@ from raypar.errors import PlanError, RayparError
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.ownership import Ownership
-from raypar.plan.parallel_plan import shortest_span
 from raypar.plan.pieces import Piece
 from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.stage_connections import check_ties_are_cut_alike
+from raypar.plan.stage_plan import shortest_span
 from raypar.plan.wording import count_noun
 from raypar.planner.memory_sheet import out_of_memory_advice
 from raypar.planner.model_profile import ModelProfile

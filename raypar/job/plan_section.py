@@ -14,15 +14,9 @@ from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
 from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
 from raypar.plan.gradient_scatter import GradientRoute
 from raypar.plan.offloading import OffloadPolicy
-from raypar.plan.parallel_plan import (
-    GATHER_SPANS,
-    GATHERS_FROM,
-    GatherSpan,
-    ParallelPlan,
-    WorkerGrid,
-    describe_mesh,
-)
+from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
+from raypar.plan.stage_plan import GATHER_SPANS, GATHERS_FROM, GatherSpan, WorkerGrid
 from raypar.plan.wording import count_noun
 
 T = TypeVar("T")

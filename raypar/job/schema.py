@@ -26,7 +26,7 @@ from raypar.job.section import MAX_WORKERS, FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
 from raypar.job.walk_sections import short_key
 from raypar.plan.loss_scale import LEAST, MOST
-from raypar.plan.parallel_plan import GATHER_SPANS
+from raypar.plan.stage_plan import GATHER_SPANS
 from raypar.schedule.registry import ALIASES, NAMES
 
 Schema = dict[str, Json]

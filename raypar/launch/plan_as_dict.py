@@ -10,8 +10,8 @@ from raypar.files.json_type import Json
 from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections, StageEdge
 from raypar.plan.bundle_parts import network_bytes, node_of_each_replica
 from raypar.plan.layer_patterns import describe_layers
-from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.plan.recomputation import describe_recomputed_layers
+from raypar.plan.stage_plan import GATHER_SPANS
 from raypar.plan.wording import count_noun
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from raypar.launch.choose_plan import choose_gradients_of_job, make_custom_sched
 from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.offloading import resolve_offloaded_layers
-from raypar.plan.parallel_plan import GatherSpan, shortest_span
 from raypar.plan.recomputation import resolve_recomputed_layers
+from raypar.plan.stage_plan import GatherSpan, shortest_span
 from raypar.plan.wording import count_noun
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 from raypar.plan.microbatch_routing import MicrobatchRouting, serving_shards
 from raypar.plan.microbatches import Microbatches, MicrobatchesOfSets
 from raypar.plan.model_outline import ModelOutline
-from raypar.plan.parallel_plan import ParallelPlan, Role, StagePlan
+from raypar.plan.parallel_plan import ParallelPlan, Role
 from raypar.plan.stage_connections import GradientRelay, StageConnections, StageEdge, TiedParameter
+from raypar.plan.stage_plan import StagePlan
 
 __all__ = [
     "GradientRelay",

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
-from raypar.plan.parallel_plan import ParallelPlan, StagePlan, WorkerGrid, shortest_span
+from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.stage_plan import StagePlan, WorkerGrid, shortest_span
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from raypar.plan.model_outline import ModelOutline
 from raypar.plan.ownership import SHARED_OUT_FROM, OwnedRun, Ownership, StateKind
-from raypar.plan.parallel_plan import ParallelPlan, StagePlan
+from raypar.plan.parallel_plan import ParallelPlan
+from raypar.plan.stage_plan import StagePlan
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from raypar.plan.ownership import GradientRun
-from raypar.plan.parallel_plan import ParallelPlan, StagePlan, WorkerGrid
+from raypar.plan.parallel_plan import ParallelPlan
 from raypar.plan.shard_ranges import IndexRanges, TensorCut, intersect_ranges, merge_ranges, subtract_ranges
 from raypar.plan.stage_connections import TiedParameter
+from raypar.plan.stage_plan import StagePlan, WorkerGrid
 
 Held = Callable[[int, int, int], tuple[GradientRun, ...]]
 """(stage, replica, virtual shard) -> the runs of the tied parameter of whose gradients there the replica gets totals

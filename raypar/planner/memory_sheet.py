@@ -9,7 +9,7 @@ from itertools import combinations
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.ownership import SHARED_OUT_FROM, STATE_KIND_NOUNS, StateKind
-from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
+from raypar.plan.stage_plan import GATHER_SPANS, GatherSpan
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.gathered_parameters import gathered_bytes
 from raypar.planner.model_profile import MirrorPlace, ModelProfile

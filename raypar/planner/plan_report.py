@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from raypar.files.json_type import Json
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import describe_mesh, shortest_span
+from raypar.plan.parallel_plan import describe_mesh
+from raypar.plan.stage_plan import shortest_span
 from raypar.plan.wording import align_columns, count_noun
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.plan_search import EvaluatedCandidate, PlanChoice, format_mib

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
-from raypar.plan.parallel_plan import GatherSpan, consecutive_grids
 from raypar.plan.stage_connections import find_oversized_message
+from raypar.plan.stage_plan import GatherSpan, consecutive_grids
 from raypar.plan.wording import count_noun
 from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import ModelProfile

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import GATHERS_FROM, GatherSpan
+from raypar.plan.stage_plan import GATHERS_FROM, GatherSpan
 from raypar.planner.model_profile import ModelProfile
 from raypar.schedule.gathering import MOST_STAGES_TOGETHER
 

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 from raypar.files.json_type import Json
 from raypar.files.printable_text import shorten
-from raypar.plan.parallel_plan import GatherSpan
+from raypar.plan.stage_plan import GatherSpan
 from raypar.record.field_types import (
     MAX_GENERATIONS,
     MAX_TIME_S,

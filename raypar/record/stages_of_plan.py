@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raypar.errors import PlanError
 from raypar.plan import ParallelPlan, StagePlan
-from raypar.plan.parallel_plan import WorkerGrid, consecutive_grids
+from raypar.plan.stage_plan import WorkerGrid, consecutive_grids
 from raypar.record.document_fields import StageFacts
 
 MOST_WORLD = 1 << 16

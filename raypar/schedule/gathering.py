@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import GatherSpan
+from raypar.plan.stage_plan import GatherSpan
 from raypar.schedule.instructions import Compute, Gather, Instruction, Program, Release, ServeParameters, compute_instructions
 
 MOST_STAGES_TOGETHER = 2

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from raypar.errors import ConfigError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
-from raypar.plan.parallel_plan import consecutive_grids
+from raypar.plan.stage_plan import consecutive_grids
 from raypar.plan.wording import count_noun
 from raypar.schedule import registry
 from raypar.schedule.data_flow import MessageRoute, message_routes

@@ -18,8 +18,8 @@ from raypar.errors import ClusterError, ConfigError, PlanError
 from raypar.job import Job, PrecisionConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import GATHER_SPANS
 from raypar.plan.pieces import AdoptPlanCommand
+from raypar.plan.stage_plan import GATHER_SPANS
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.layer_precisions import layer_precision_of

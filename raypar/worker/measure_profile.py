@@ -35,7 +35,7 @@ from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.offloading import resolve_offloaded_layers
 from raypar.plan.ownership import StateKind
-from raypar.plan.parallel_plan import GATHERS_FROM
+from raypar.plan.stage_plan import GATHERS_FROM
 from raypar.plan.state_bytes import StateBytes
 from raypar.plan.wording import count_noun
 from raypar.planner.model_profile import ActivationEdge, KeptStorages, LayerProfile, LinkProfile, ModelProfile

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypar.plan import ParallelPlan, StagePlan
-from raypar.plan.parallel_plan import WorkerGrid
+from raypar.plan.stage_plan import WorkerGrid
 from raypar.schedule import registry
 
 ANY_PLAN = [name for name in registry.NAMES if registry.find_schedule(name).takes_any_plan]

@@ -14,7 +14,7 @@ from helpers.zero_layouts import check_cell, check_zero
 
 from raypar.plan import ParallelPlan
 from raypar.plan.gradient_scatter import GradientRoute
-from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
+from raypar.plan.stage_plan import GATHER_SPANS, GatherSpan
 from raypar.schedule import registry
 
 LEVELS = (0, 1, 2, 3)

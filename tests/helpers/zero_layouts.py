@@ -16,7 +16,7 @@ from helpers.shard_grid import Cell, different, one_process
 from torch import Tensor
 
 from raypar.plan import ParallelPlan, ownership
-from raypar.plan.parallel_plan import GatherSpan
+from raypar.plan.stage_plan import GatherSpan
 from raypar.worker import squares_on_device
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage

@@ -14,7 +14,7 @@ from raypar.job import ModelConfig, OptimizerConfig, ValidationConfig
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import make_model_outline
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import GATHER_SPANS, GatherSpan
+from raypar.plan.stage_plan import GATHER_SPANS, GatherSpan
 from raypar.plan.state_bytes import StateBytes
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_layers, read_microbatches

@@ -12,7 +12,7 @@ from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.job.read_job import parse_job
 from raypar.plan import ParallelPlan
 from raypar.plan.ownership import CANONICAL_PIECE
-from raypar.plan.parallel_plan import GATHER_SPANS
+from raypar.plan.stage_plan import GATHER_SPANS
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job

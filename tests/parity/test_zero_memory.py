@@ -10,7 +10,7 @@ from helpers.zero_layouts import PIECE, small_pieces
 from raypar.job import AverageConfig, Job, OptimizerConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.plan.parallel_plan import GATHER_SPANS
+from raypar.plan.stage_plan import GATHER_SPANS
 from raypar.planner.memory_sheet import MemorySheet, memory_sheets
 from raypar.schedule import registry
 from raypar.worker.layer_graph_of_job import make_layer_graph

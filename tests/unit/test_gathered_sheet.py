@@ -11,7 +11,7 @@ from raypar.launch.plan_as_dict import plan_as_dict
 from raypar.model.layer_skeletons import LayerSize
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.ownership import Ownership
-from raypar.plan.parallel_plan import GatherSpan
+from raypar.plan.stage_plan import GatherSpan
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.gathered_parameters import GatherTraffic, gather_traffic
 from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets

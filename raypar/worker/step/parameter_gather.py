@@ -22,7 +22,7 @@ from torch import Tensor
 from raypar.comm.routine import Routine, RoutineWait, StreamWaits
 from raypar.comm.transport import Handle, Transport
 from raypar.plan.ownership import OwnedRun
-from raypar.plan.parallel_plan import StagePlan
+from raypar.plan.stage_plan import StagePlan
 from raypar.schedule.instructions import INPUT_GRADIENTS, VALUES, Compute, Program, compute_instructions
 from raypar.torch_compat.multi_tensor import copy_all
 from raypar.worker.stage.layer_tensors import LayerPass
