@@ -30,7 +30,8 @@ from raypar.worker.process.allocator_and_garbage_collector import (
     keep_freed_memory,
     return_unused_memory,
 )
-from raypar.worker.worker_core import StepReport, WorkerCore
+from raypar.worker.worker_core import WorkerCore
+from raypar.worker.worker_reports import StepReport
 
 CONNECT_TIMEOUT_S = 60.0
 UNTIL_THE_END = ExitStack()

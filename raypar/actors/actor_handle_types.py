@@ -16,7 +16,7 @@ from raypar.plan.vote_result import VoteResult
 
 if TYPE_CHECKING:
     from raypar.worker.checkpoint.checkpoint_files import ShardRecord
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 P = ParamSpec("P")
 T = TypeVar("T", covariant=True)

@@ -15,7 +15,7 @@ from raypar.record.events import Event, StepRecord
 from raypar.storage.read_run_lines import Line, jsonl_line_sort_key, step_of
 
 if TYPE_CHECKING:
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 COMPARED = 3
 """How many of the last steps in metrics.jsonl are compared with the journal, to see whether the file is this run's."""

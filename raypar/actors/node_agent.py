@@ -18,7 +18,7 @@ from raypar.elastic.call_routes import CallRoute
 
 if TYPE_CHECKING:
     from raypar.actors.actor_handle_types import AgentHandle, PendingAnswer, Ping, WorkerHandle
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 T = TypeVar("T")
 

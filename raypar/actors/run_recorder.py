@@ -75,7 +75,7 @@ from raypar.worker.checkpoint import checkpoint_files
 from raypar.worker.process.environment_and_signals_guard import EnvironmentGuard
 
 if TYPE_CHECKING:
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 RETOLD = 1000
 """How many of the last lines a new driver sends to the client again: more than the client can have missed."""

@@ -26,7 +26,7 @@ from raypar.ray_compat.key_value_store import kv_delete, kv_get, kv_list, kv_put
 
 if TYPE_CHECKING:
     from raypar.actors.messages import RunRequest
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 KEPT_STEPS = 1000
 """At least so many of the last steps keep their reports here, for a new driver that does not find them in the run folder."""

@@ -24,7 +24,7 @@ from raypar.plan.wording import after_steps
 from raypar.record.events import Note, ReplayProgress, RunWarning, Wait
 
 if TYPE_CHECKING:
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 
 @dataclass

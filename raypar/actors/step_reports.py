@@ -20,7 +20,7 @@ from raypar.plan.wording import after_steps
 from raypar.record.metric_names import series_of_validation
 
 if TYPE_CHECKING:
-    from raypar.worker.worker_core import Report
+    from raypar.worker.worker_reports import Report
 
 
 KEPT_OUTCOMES = 100_000

@@ -46,7 +46,8 @@ if TYPE_CHECKING:  # torch is loaded by `hello`
     from raypar.worker.checkpoint.checkpoint_files import ShardRecord
     from raypar.worker.elastic_worker import ElasticWorker
     from raypar.worker.process.torch_state_guard import TorchStateGuard
-    from raypar.worker.worker_core import StepReport, WorkerCore
+    from raypar.worker.worker_core import WorkerCore
+    from raypar.worker.worker_reports import StepReport
 
 Answer = TypeVar("Answer")
 

@@ -45,7 +45,8 @@ from raypar.worker.step.optimizer_state import (
     write_optimizer_state,
 )
 from raypar.worker.step.owned_parameters import named_parameters
-from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore
+from raypar.worker.worker_core import WorkerCore
+from raypar.worker.worker_reports import StepReport, ValidationReport
 
 
 class ElasticWorker:

@@ -37,7 +37,8 @@ from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.layer_tensors import LayerTensors
 from raypar.worker.step.optimizer_state import Value, read_optimizer_state
-from raypar.worker.worker_core import StepReport, ValidationReport, WorkerCore, merge_validation_losses
+from raypar.worker.worker_core import WorkerCore
+from raypar.worker.worker_reports import StepReport, ValidationReport, merge_validation_losses
 
 T = TypeVar("T")
 

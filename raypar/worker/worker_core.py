@@ -6,9 +6,8 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.routine import Routine, run_routine
 from raypar.comm.transport import Transport
-from raypar.errors import StateNotKeptError, WorkerLost
+from raypar.errors import StateNotKeptError
 from raypar.fences.private_api_fence import fence_warnings
 from raypar.job import DataConfig, Job
 from raypar.model.capture.module_graph import lines_about_repeated_traces
@@ -26,9 +25,8 @@ from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
-from raypar.plan.microbatches import mean_loss
 from raypar.plan.ownership import Ownership
-from raypar.plan.pieces import AdoptedStages, Digest
+from raypar.plan.pieces import AdoptedStages
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
@@ -37,7 +35,6 @@ from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord, load_manifest
 from raypar.worker.data.loader_of_validation_sets import LoaderOfSets
 from raypar.worker.data.microbatch_loader import BatchSource, MicrobatchLoader
-from raypar.worker.data.microbatch_stream_positions import StreamsRead
 from raypar.worker.data.slow_data_watch import SlowDataWatch
 from raypar.worker.data.stream_feed_process import StreamFeedProcess
 from raypar.worker.data.stream_loader import StreamLoader
@@ -67,121 +64,12 @@ from raypar.worker.state.file_memory import OPTIMIZER_STATE, FileMemoryPool, che
 from raypar.worker.step.interpreter import Interpreter, StageLinks
 from raypar.worker.step.learning_rates import LearningRates, make_learning_rates
 from raypar.worker.step.optimizer_state import OptimizerState, read_optimizer_state
-from raypar.worker.step.step_commit import InstructionSpan, StepCommit
+from raypar.worker.step.step_commit import StepCommit
 from raypar.worker.trace_batch_shapes_ahead import trace_ladder, trace_ladders_of_validation
+from raypar.worker.worker_reports import StepReport, ValidationReport
 
 SAMPLE_S = 2.0
 """Least time from one step whose report has the worker's memory and bytes sent to the next."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one worker reports of one step."""
-
-    rank: int
-    """The worker's rank."""
-    step: int
-    """The step, from 0."""
-    loss: float
-    """The step's loss, over all workers (rule 8 of the numerics contract)."""
-    count: float
-    """Number of terms of the loss: samples, or what the loss function counts."""
-    norm: float
-    """Norm of the gradient before clipping (rule 7)."""
-    lr: float | None
-    """The learning rate (`StepCommit.learning_rate`); None for a skipped step, and if this worker knows none."""
-    loss_scale: float | None
-    """`VoteResult.loss_scale`."""
-    skipped: bool
-    """Whether the step was not applied, because loss or norm are not finite."""
-    seconds: float
-    """How long the step took, without the mirror."""
-    busy_seconds: float
-    """The part of `seconds` that went into computing."""
-    read_seconds: float
-    """The part of `seconds` in which the worker read samples, or waited for the processes that do, and nobody else was waited
-    for."""
-    started_ns: int
-    """`time.perf_counter_ns` at the start."""
-    spans: tuple[InstructionSpan, ...]
-    """The instructions and their times, if the step was traced."""
-    ledger: Mapping[str, Mapping[str, int]]
-    """Bytes by kind of operation since the generation began (`comm.transport.CommunicationLedger`): of a traced step, and every
-    `SAMPLE_S`; else empty."""
-    peak_rss_bytes: int
-    """Peak resident memory of the process so far."""
-    memory: Mapping[str, int] = field(default_factory=dict)
-    """Kind of memory -> bytes in use now (`WorkerCore.memory`), every `SAMPLE_S`; else empty."""
-    mirror_seconds: float = 0.0
-    """Time that went into the mirror; not part of `seconds`."""
-    digest: Digest | None = None
-    """Digest of the state after the step, if the mirror copied it and other workers should hold the same."""
-    streams: StreamsRead | None = None
-    """What was read of iterable data."""
-    warnings: StateWarnings = ()
-    """Process state that users' code has left changed since the last report (`TorchStateGuard.lines`)."""
-    not_kept: str = ""
-    """What optimizer state can no longer be saved, and why; looked for after 1, 2, 4, 8, ... steps, and where it is copied."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value of the job's metrics over the step's microbatches, every `metrics_every` steps, from the worker that
-    computes them; else empty."""
-
-
-@dataclass(frozen=True)
-class ValidationReport:
-    """What one worker reports of one validation pass."""
-
-    rank: int
-    """The worker's rank."""
-    step: int
-    """Number of training steps done before the pass."""
-    losses: Mapping[int, tuple[float, float]]
-    """Microbatch -> (sum, count), of the microbatches whose last stage ran here."""
-    seconds: float
-    """How long the pass took."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value of the job's metrics over all microbatches, from the worker that has merged them; empty from others."""
-    outputs: Mapping[int, bytes] = field(default_factory=dict)
-    """Microbatch of the whole data set -> what is kept of its output or was measured, in a run that makes forward passes
-    only."""
-    warnings: StateWarnings = ()
-    """As in `StepReport`."""
-
-
-class Report(TypedDict, total=False):
-    """A worker's `StepReport` or `ValidationReport` as the driver has it; or the reports of all workers of one step, merged."""
-
-    loss: float
-    norm: float
-    count: float
-    lr: float | None
-    loss_scale: float | None
-    skipped: bool
-    seconds: float
-    busy_seconds: float
-    read_seconds: float
-    mirror_seconds: float
-    digest: Digest | None
-    streams: StreamsRead | None
-    warnings: StateWarnings
-    not_kept: str
-    metrics: Mapping[str, float]
-    memory: Mapping[str, int]
-    spans: Sequence[tuple[str, float, float]]
-    """(label, start, end) of instructions, in milliseconds."""
-    ledger: Mapping[str, Mapping[str, int]]
-    peak_rss_bytes: int | Sequence[int]
-    """Merged: by rank."""
-    losses: Mapping[int, tuple[float, float]]
-    outputs: Mapping[int, bytes]
-    workers: int
-    """How many workers' reports are merged; only merged reports have this and what follows."""
-    busy_shares: Sequence[float]
-    """By rank: the share of the step in which the worker computed."""
-    data_wait: float
-    """The largest share of the step in which a worker waited for samples."""
-    time: float
-    """When the step was committed."""
 
 
 class WorkerCore:
@@ -916,11 +804,3 @@ def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
         for layer in graph.layers
     )
     return replace(graph, layers=layers, init=graph.init and partial(fill, graph.init))
-
-
-def merge_validation_losses(reports: list[ValidationReport]) -> float:
-    """The validation loss, from all workers' reports: the exact sum of the sums, divided by the count (rule 8)."""
-    losses = {m: pair for report in reports for m, pair in report.losses.items()}
-    if not losses:
-        raise WorkerLost("no worker reported a validation loss", cure="report this: a worker must hold the last stage")
-    return mean_loss(losses)[0]

@@ -19,7 +19,7 @@ from raypar.storage.checkpoint_store import CheckpointRef
 from raypar.worker.data.check_and_count_streams import resolve_streams
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.worker_core import merge_validation_losses
+from raypar.worker.worker_reports import merge_validation_losses
 
 
 class PassesInOneProcess:
