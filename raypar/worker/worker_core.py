@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor, nn
 
 from raypar.comm.buffer_pool import CPU
 from raypar.comm.routine import Routine, run_routine
@@ -19,9 +18,9 @@ from raypar.errors import StateNotKeptError
 from raypar.fences.private_api_fence import fence_warnings
 from raypar.job import DataConfig, Job
 from raypar.model.capture.module_graph import lines_about_repeated_traces
-from raypar.model.graph import Graph, Layer
+from raypar.model.graph import Graph
 from raypar.model.initial_values import initial_values_of
-from raypar.model.layer_skeletons import SkeletonCopier, make_model_outline
+from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
@@ -51,6 +50,7 @@ from raypar.worker.process.allocator_and_garbage_collector import large_blocks_r
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.gpu_setup import DeviceBatchSource
+from raypar.worker.process.guard_graph_builds import guard_graph_builds
 from raypar.worker.process.memory_in_use import memory_in_use
 from raypar.worker.process.seed_generators import make_seeder
 from raypar.worker.process.torch_state_guard import TorchStateGuard
@@ -783,24 +783,3 @@ class WorkerCore:
         if self.transport is not None:
             self.transport.close()
             self.transport = None
-
-
-def guard_graph_builds(graph: Graph, guard: TorchStateGuard) -> Graph:
-    """The graph with calls of its builds and its `init` guarded: `guard` restores process state that they leave changed.
-
-    Builds that copy skeletons are not guarded: they run no users' code, and a recovery waits for each of them.
-    """
-
-    def build(layer: Layer) -> nn.Module:
-        with guard.watching(f"the constructor of layer {layer.name!r}"):
-            return layer.build()
-
-    def fill(init: Callable[[str, Tensor], None], name: str, parameter: Tensor) -> None:
-        with guard.watching("the graph's init"):
-            init(name, parameter)
-
-    layers = tuple(
-        layer if isinstance(layer.build, SkeletonCopier) else replace(layer, build=partial(build, layer))
-        for layer in graph.layers
-    )
-    return replace(graph, layers=layers, init=graph.init and partial(fill, graph.init))
