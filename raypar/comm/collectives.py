@@ -153,7 +153,7 @@ class MessageBasedTransport(ABC):
 
     def send(self, tensor: Tensor, *, to: int, tag: int, keep_layout: bool = False) -> PhasedOperation:
         """See `Transport.send`."""
-        self._check_alive()
+        self.check_alive()
         layout = layout_of(tensor) if keep_layout else None
         tensor = message_of(tensor, layout)
         self._check(tensor, to)
@@ -165,7 +165,7 @@ class MessageBasedTransport(ABC):
 
     def recv(self, out: Tensor | None, *, source: int, tag: int) -> PhasedOperation:
         """See `Transport.recv`. Bytes are counted when they arrive."""
-        self._check_alive()
+        self.check_alive()
         self._check(out, source)
         operation = PhasedOperation(self, f"recv tag {tag}", (source,))
         operation.post(OperationPhase((), ((out, source, tag),)))
@@ -176,7 +176,7 @@ class MessageBasedTransport(ABC):
         self, sends: Sequence[tuple[Tensor, int, int]], recvs: Sequence[tuple[Tensor | None, int, int]]
     ) -> PhasedOperation:
         """See `Transport.batch`."""
-        self._check_alive()
+        self.check_alive()
         for tensor, peer, _ in (*sends, *recvs):
             self._check(tensor, peer)
         tags = sorted({tag for _, _, tag in (*sends, *recvs)})
@@ -345,7 +345,7 @@ class MessageBasedTransport(ABC):
 
         `partners`: the ranks of the group with which it exchanges messages; None: all.
         """
-        self._check_alive()
+        self.check_alive()
         members = tuple(group)
         key = self._channels.get((name, members, channel))
         if key is None:
@@ -373,6 +373,7 @@ class MessageBasedTransport(ABC):
     def _scratch(self, like: Tensor) -> Tensor:
         return self.pool.empty(like.shape, like.dtype) if like.device == CPU else torch.empty_like(like)
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """See `Transport.check_alive`."""
         if self._aborted is not None:
             raise generation_over_error(self._aborted)

@@ -226,6 +226,10 @@ class FaultyTransport:
         """See `Transport.barrier`."""
         return self._call("barrier", lambda: self.inner.barrier(group=group, channel=channel))
 
+    def check_alive(self) -> None:
+        """See `Transport.check_alive`."""
+        self.inner.check_alive()
+
     def abort(self, reason: str) -> None:
         """See `Transport.abort`."""
         self.inner.abort(reason)

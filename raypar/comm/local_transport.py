@@ -136,12 +136,12 @@ class LocalTransport(MessageBasedTransport):
 
     def post_send(self, message: OperationMessage) -> None:
         """See `MessageBasedTransport.post_send`."""
-        self._check_alive()
+        self.check_alive()
         self.mesh.match(message, (message.peer, self.rank, message.channel, message.tag), sending=True)
 
     def post_recv(self, message: OperationMessage) -> None:
         """See `MessageBasedTransport.post_recv`."""
-        self._check_alive()
+        self.check_alive()
         self.mesh.match(message, (self.rank, message.peer, message.channel, message.tag), sending=False)
 
     def wait_for(self, operation: PhasedOperation, timeout_s: float | None) -> bool:

@@ -170,6 +170,12 @@ class Transport(Protocol):
     def barrier(self, *, group: Sequence[int], channel: int = 0) -> Handle:
         """Done once every rank of the group has posted it."""
 
+    def check_alive(self) -> None:
+        """Raise `GroupAborted(reason)` after an `abort`, or what else has ended this rank's transport.
+
+        For code that computes for long between two operations, and whose results nobody would take any more.
+        """
+
     def abort(self, reason: str) -> None:
         """From any thread, at once: every pending and later call on this rank raises `GroupAborted(reason)`."""
 

@@ -218,6 +218,8 @@ class WorkerCore:
             self.stages, runs, digests = builder.build_stages(values, unfilled=load is not None)
             self.step_commit = builder.build_step_commit(self.stages, runs, self.learning_rates)
         self.step_commit.skipped_steps = self.skipped_steps
+        for stage in self.stages.values():
+            stage.hooks.check_alive = transport.check_alive
         self._build_interpreters(builder.routing, transport, cost_ms, before_compute)
         self._to_compare = self._users_code() - self._compared
         if self._to_compare:

@@ -298,12 +298,12 @@ class LateControl(MessageBasedTransport):
 
     def post_send(self, message: OperationMessage) -> None:
         """See `MessageBasedTransport.post_send`."""
-        self._check_alive()
+        self.check_alive()
         self._mesh.links[self.rank, message.peer].letters.append(Letter(message))
 
     def post_recv(self, message: OperationMessage) -> None:
         """See `MessageBasedTransport.post_recv`."""
-        self._check_alive()
+        self.check_alive()
         address = (message.peer, message.channel, message.tag)
         if self._early[address]:
             self._deliver(self._early[address].popleft(), message)

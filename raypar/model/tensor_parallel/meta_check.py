@@ -53,6 +53,9 @@ class NoTransport:
     def can_share_memory(self, rank: int) -> bool:
         return True
 
+    def check_alive(self) -> None:
+        return None
+
     def all_reduce(self, flat: Tensor, *, group: Sequence[int], channel: int = 0) -> _Done:
         return _Done()
 

@@ -31,6 +31,9 @@ class LayerBackwardHooks:
     """By position of the layer in the stage: hooks of the values that the layer returns."""
     of_received: dict[str, Hooks]
     """Value from another stage -> hooks of its alias."""
+    check_alive: Callable[[], None]
+    """Raises what has ended the generation: before each layer, forward and backward, so that nothing waits for the rest of a
+    microbatch that nobody needs any more. By default nothing ends it."""
     received_gradients: dict[str, Tensor | None]
     """Value from another stage -> its complete gradient, once this backward pass has it."""
     _plain_hooks: list[Hook]
@@ -70,7 +73,7 @@ class LayerBackwardHooks:
         self._watching_hooks = [partial(self._on_left, position) for position in range(len(layers))]
         self.of_outputs = [OrderedDict({0: plain}) for plain in self._plain_hooks]
         self.of_received = {name: OrderedDict({0: partial(self._on_received, name)}) for name in received}
-        self.received_gradients = {}
+        self.received_gradients, self.check_alive = {}, _lives_on
         self._gradients, self._completed, self._guard, self._on_cpu = gradients, completed, guard, on_cpu
         self._running, self._block, self._watching, self._not_left = False, None, False, len(layers)
 
@@ -117,10 +120,13 @@ class LayerBackwardHooks:
     def _on_gradient(self, caller: str, gradient: Tensor | None) -> None:
         """A hook: `caller`, the backward pass of a layer or the loss, is over.
 
-        Restores process state that `caller` left changed, before the next layer's backward pass runs. Not outside of the
-        stage's own backward pass: a layer that takes a gradient in forward is inside contexts of its own. Not on a GPU: hooks
-        run in autograd's own threads there, which have a state of their own; the stage checks once at the end of the pass.
+        Ends the pass if the generation is over. Restores process state that `caller` left changed, before the next layer's
+        backward pass runs. Not outside of the stage's own backward pass: a layer that takes a gradient in forward is inside
+        contexts of its own. Not on a GPU: hooks run in autograd's own threads there, which have a state of their own; the stage
+        checks once at the end of the pass.
         """
+        if self._running:
+            self.check_alive()
         if self._running and self._on_cpu and not torch.is_grad_enabled():
             self._guard.check(caller, evaluating=True)
 
@@ -132,6 +138,10 @@ class LayerBackwardHooks:
     def release(self) -> None:
         """Break the circles between this object and its hooks; it cannot be used any more."""
         vars(self).clear()
+
+
+def _lives_on() -> None:
+    """`LayerBackwardHooks.check_alive` of a stage without a transport."""
 
 
 def _tell_left(call: Callable[[int], None], position: int, gradient: Tensor | None) -> None:

@@ -463,6 +463,7 @@ class Stage:
         self, kind: PassKind, position: int, forward_pass: PassContext, inputs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """What a layer returns, to this virtual shard or to the one that calls it for all of the worker."""
+        self.hooks.check_alive()
         layer = self.layers[position]
         if self.takes is not None and position in self.takes.positions:
             return self.takes.take(kind, forward_pass.microbatch, position, f"layer {layer.layer.name!r}", inputs)

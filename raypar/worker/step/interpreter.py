@@ -193,6 +193,8 @@ class Interpreter:
                 if self.before_compute is not None:
                     self.before_compute(step, instruction)
             yield RoutineWork(instruction, self.cost_ms(instruction))
+            if instruction.role == "compute":  # not behind the vote, where who has it whole applies it, whatever follows
+                self.transport.check_alive()
             start = clock()
             with self._blaming_failed_operations():
                 waits = rule(self, instruction, step, received)
@@ -221,6 +223,7 @@ class Interpreter:
                 if gather.layers and instruction.needs_weights:
                     yield from gather.use(instruction)
                 yield RoutineWork(instruction, self.cost_ms(instruction))
+                self.transport.check_alive()
             with self._blaming_failed_operations():
                 rule(self, instruction, step, received)
         gather.end_pass()
