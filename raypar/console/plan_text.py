@@ -246,7 +246,7 @@ def holders_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         divided, copies, total = (f"{row[key] / 2**20:.1f}" for key in ("divided_bytes", "mirror_bytes", "memory_bytes"))
         mirror = "on" if row["mirror"] else "off"
         table.append((str(row["holders"]), *[mirror] * mirrored, divided, *[copies] * mirrored, total))
-    loss = "all go back to the mirror's last copy" if mirrored else "the run ends, or begins again from a checkpoint"
+    loss = "all go back to the mirror's last copy" if mirrored else "the run ends, or begins again (`elastic`)"
     return [
         "",
         *align_columns(table, right_from=2 if mirrored else 1),

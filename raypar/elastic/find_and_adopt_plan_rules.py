@@ -19,9 +19,11 @@ from raypar.elastic.seating import assign_seats, refill_seats, with_measured_sha
 from raypar.elastic.step_flow_rules import describe_last_checkpoint
 from raypar.errors import ClusterError, WorkerLost
 from raypar.plan import ParallelPlan
-from raypar.plan.pieces import Piece, pieces_nobody_holds, plan_moves
+from raypar.plan.pieces import Holdings, Piece, pieces_nobody_holds, plan_moves
 from raypar.plan.wording import after_steps, count_noun, format_worker_numbers
 
+MOST_NAMED = 8
+"""Lost workers whose seats are named; more of them are listed by their numbers."""
 SLOWEST_PER_S = 2e6
 """Elements, with their optimizer state, that a worker receives in a second at least; for time limits."""
 
@@ -97,7 +99,10 @@ def find_state_for_plan(m: RunState, plan: ParallelPlan, members: tuple[int, ...
     need = dict(zip(members, m.held_pieces(plan), strict=True))
     source = state_sources.find_state_source(m, need)
     if source is None:
-        return end_unrecoverable(m, pieces_nobody_holds(state_sources.find_live_holders(m, r.done), need))
+        return end_unrecoverable(m, find_pieces_nobody_holds(m, need))
+    if source.from_checkpoint and source.done == m.policy.steps_before_run < r.done and m.progress.saved is None:
+        text = f"{describe_lost_state(m, find_pieces_nobody_holds(m, need))}; all begin again with the first step"
+        m.decide(WarnUser(text), "its results do not depend on when it is executed")
     ways = plan_moves(source.holdings, need)
     seatless = tuple(sorted({way.source for way in ways} - set(members)))
     r.expected = {*members, *seatless}
@@ -130,21 +135,40 @@ def adopt_plan(m: RunState) -> None:
     m.decide(order, f"{len(order.moves)} pieces of state from {where}, {after_steps(order.done)}")
 
 
+def find_pieces_nobody_holds(m: RunState, need: Holdings) -> tuple[Piece, ...]:
+    """The pieces of `need` that no worker computes with."""
+    return pieces_nobody_holds(state_sources.find_live_holders(m, m.recovery.done), need)
+
+
 def end_unrecoverable(m: RunState, lost: tuple[Piece, ...]) -> Phase:
     """End the run with an error, because no memory and no checkpoint has the `lost` pieces of state."""
-    names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-    gone = m.membership.gone & set(m.membership.members)
-    held_by = "the workers' copies differ" if m.trust.doubt else f"{format_worker_numbers(gone)} held it"
-    if m.health.waited_s:
-        held_by += f" and did not answer, in a wait of {m.health.waited_s:.0f} s (elastic.last_copy_wait_s)"
     return m.end_run(
         "failed",
         f"the only copies of {len(lost)} pieces of state are lost",
         WorkerLost(
-            f"state {after_steps(m.recovery.done)} is lost: {names}; {held_by}, no mirror and no checkpoint has it",
-            cure=f"start again with {', or with '.join(suggest_settings_to_keep_state(m))}",
+            describe_lost_state(m, lost), cure=f"start again with {', or with '.join(suggest_settings_to_keep_state(m))}"
         ),
     )
+
+
+def describe_lost_state(m: RunState, lost: tuple[Piece, ...]) -> str:
+    """The clause about state that is lost: some of its pieces, and the lost workers that held it, with their seats."""
+    names = ", ".join(map(str, lost[:4])) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
+    held_by = "the workers' copies differ" if m.trust.doubt else _describe_lost_holders(m)
+    if m.health.waited_s:
+        held_by += f" and did not answer, in a wait of {m.health.waited_s:.0f} s (elastic.last_copy_wait_s)"
+    return f"state {after_steps(m.recovery.done)} is lost: {names}; {held_by}, no mirror and no checkpoint has it"
+
+
+def _describe_lost_holders(m: RunState) -> str:
+    """`worker 4 (stage 0, replica 1) and worker 2 (stage 1, replica 0) held it`: the lost members, by rank."""
+    who, plan = m.membership, m.membership.plan
+    gone = [(rank, worker) for rank, worker in enumerate(who.members) if worker in who.gone]
+    if not gone:
+        return "it was lost on its way"
+    if plan is None or len(gone) > MOST_NAMED:
+        return f"{format_worker_numbers([worker for _, worker in gone])} held it"
+    return f"{' and '.join(f'worker {worker} ({plan.seat(rank)})' for rank, worker in gone)} held it"
 
 
 def suggest_settings_to_keep_state(m: RunState) -> list[str]:
@@ -152,6 +176,8 @@ def suggest_settings_to_keep_state(m: RunState) -> list[str]:
     helps = ["a smaller checkpoint.every" if m.policy.save_every else "checkpoint.every set"]
     if m.health.waited_s:
         helps.append("a larger elastic.last_copy_wait_s, if it was only slow")
+    if not (m.policy.restarts or m.policy.steps_before_run or m.trust.doubt):
+        helps.append("elastic.lost_state: restart")
     if set(m.membership.members) - m.membership.gone:
         if not (m.policy.mirror_every or m.policy.mirror_cost):
             helps.append("elastic.mirror: auto")

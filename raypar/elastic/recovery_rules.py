@@ -79,7 +79,7 @@ def take_over_run(m: RunState, event: DriverFailover) -> Phase:
     p.last_commit_s = None if event.idle_s is None else m.timer.now_s - event.idle_s
     who.spares = set(event.workers) - set(event.members) - hiring.starting
     who.had_seat = set(event.workers)  # not known; any of them may keep a mirror snapshot
-    m.mirror.complete = True  # not known; better an error than a restart from the beginning
+    m.mirror.complete = True  # not known; `elastic.lost_state: fail` prefers an error to a restart from the beginning
     who.gone = set(event.members) - set(event.workers)
     return begin_recovery(m, "a new driver takes over")
 

@@ -103,6 +103,8 @@ class RunPolicy:
     """How long the run waits for workers when there are fewer than `min_workers`; 0: not at all."""
     last_copy_wait_s: float = 600.0
     """How long the run waits for a silent worker that holds the only copy of some state; 0: not at all."""
+    restarts: bool = False
+    """Whether a run without a checkpoint begins again with its first step if some of its state is lost."""
 
     mirror_every: int = 0
     """Steps between two snapshots of the mirror; see `MirrorSchedule`."""

@@ -79,15 +79,22 @@ def find_newest_mirror_snapshot(
 def can_restore_from_disk_or_start(m: RunState, done: int | None = None) -> bool:
     """Whether the run can go back to a checkpoint or to its beginning.
 
-    It goes back to the beginning if no step is done, or the very first mirror snapshot, of the first step, is not complete.
-    `done`: steps of the state; by default those that the recovery has found.
+    Without a checkpoint it goes back to the beginning if the job allows that, and in any case if no step is done, or the very
+    first mirror snapshot, of the first step, is not complete. `done`: steps of the state; by default those that the recovery
+    has found.
     """
     near = m.mirror.first == m.policy.steps_before_run and not m.mirror.complete
     return (
         get_trusted_checkpoint_step(m) is not None
+        or may_restart(m)
         or (m.recovery.done if done is None else done) <= m.policy.steps_before_run
         or near
     )
+
+
+def may_restart(m: RunState) -> bool:
+    """Whether the job allows the run to begin again with its first step, and that is the job's first one."""
+    return m.policy.restarts and not m.policy.steps_before_run and m.progress.saved is None
 
 
 def get_trusted_checkpoint_step(m: RunState) -> int | None:

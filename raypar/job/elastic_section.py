@@ -38,6 +38,9 @@ class ElasticConfig(Section):
     last_copy_wait_s: Annotated[NonNegativeFloat, CLIENT] = 600.0
     """How many more seconds a silent worker is waited for if it has the only copy of some state (a copy in the mirror counts as
     another one). The wait ends early if its process or its node is known to have ended."""
+    lost_state: Annotated[Literal["restart", "fail"], CLIENT] = "restart"
+    """What follows if no worker, no mirror and no checkpoint has some of the state any more. `restart`: a line says so, and all
+    begin again with the first step, with the same results as before. `fail`: the run ends with an error."""
     mirror: Annotated[Literal["auto", "off"] | PositiveInt, CLIENT] = "auto"
     """Every how many steps each worker copies its state into the memory of another one, for the case that the last worker with
     some state is lost. `auto`: as often as 2 % of the time allows. `off`: never."""
@@ -80,6 +83,7 @@ class ElasticConfig(Section):
             "step_deadline_times": 5.0,
             "capacity_s": wait_for_workers_s,
             "last_copy_wait_s": self.last_copy_wait_s,
+            "restarts": self.lost_state == "restart",
             "replace_stragglers": self.stragglers == "replace",
             "rebalance_stragglers": self.stragglers == "rebalance",
             "straggler_times": self.straggler_times,

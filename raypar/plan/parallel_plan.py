@@ -436,12 +436,16 @@ class ParallelPlan:
 
     def coordinate(self, rank: int) -> str:
         """A rank with its place as text: `worker 3 (stage 1, replica 1)`."""
+        return f"worker {rank} ({self.seat(rank)})"
+
+    def seat(self, rank: int) -> str:
+        """The place of a rank as text: `stage 1, replica 1`."""
         places = []
         for role in self.roles[rank]:
             stages = ",".join(str(s) for s in self.stages_of_grid[role.grid])
             shard = f", shard {role.shard}" if len(self.grids[role.grid][0]) > 1 else ""
             places.append(f"stage {stages}, replica {role.replica}{shard}")
-        return f"worker {rank} ({'; '.join(places)})"
+        return "; ".join(places)
 
 
 def even_split_points(layers: int, stages: int) -> tuple[int, ...]:

@@ -111,6 +111,15 @@ def test_with_two_holders_a_kill_at_any_message_and_instruction_runs_nothing_twi
     assert not found["again"] and found["late"] > 0
 
 
+@pytest.mark.parametrize("every", [pytest.param(7, marks=pytest.mark.ci), pytest.param(1, marks=pytest.mark.full)])
+def test_who_loses_an_owner_and_its_mirror_without_a_checkpoint_begins_again(every):
+    """Two of three die at once, at any place: one has kept the mirror's copy of the other's part."""
+    plan = PLANS["three replicas"]
+    both = [[replace(fault, worker=(n + i) % 3) for i in (0, 1)] for n, (fault,) in enumerate(kills(plan, every))]
+    found = ends(both, plan, restarts=True)
+    assert found["from_checkpoint=True"] > 0 and found["again"] > len(both) // 3
+
+
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 60), marks=pytest.mark.full)])
 def test_faults_of_all_kinds_leave_the_bits(seeds):
     plan = PLANS["three replicas"]

@@ -90,10 +90,25 @@ def test_a_killed_worker_brings_to_light_state_that_cannot_be_moved_and_the_weig
 
 @pytest.mark.chaos
 def test_when_the_only_copy_dies_without_a_checkpoint_the_error_says_what_is_lost(tmp_path):
-    trainee = Trainee(tmp_path, "elastic={min_workers: 1, mirror: off}", "plan.stages=4", "plan.replicas=1")
+    trainee = Trainee(tmp_path, "elastic={min_workers: 1, mirror: off, lost_state: fail}", "plan.stages=4", "plan.replicas=1")
     result = trainee.run(kill(2))
     assert result.end == "failed"
-    assert re.search(r"state after \d+ steps is lost: layer2", str(result.error)), result.error
+    assert re.search(r"state after \d+ steps is lost: layer2.*worker 2 \(stage 2, replica 0\) held it", str(result.error))
+
+
+@pytest.mark.chaos  # without Ray: tests/unit/test_recovery_rules.py, tests/chaos/test_zero_kills.py
+@pytest.mark.parametrize("at, optimizer", [(4, ()), (17, ("average={decay: 0.9}", "validation.every=5"))])
+def test_when_all_die_without_a_checkpoint_the_run_begins_again_and_what_was_seen_is_not_seen_again(at, optimizer, tmp_path):
+    trainee = Trainee(tmp_path, "elastic={min_workers: 2, mirror: 1}", "plan={replicas: 2, zero: 3}", *optimizer)
+    result = trainee.run(kill(0, 1), at=at)
+    assert result.end == "done", result.why
+    undisturbed = Undisturbed.of(tmp_path, *optimizer)
+    assert result.weights_sha256 == undisturbed.weights_sha256 and trainee.losses == undisturbed.losses
+    (told,) = [event["text"] for event in trainee.events if "all begin again with the first step" in event.get("text", "")]
+    assert re.search(
+        r"state after \d+ steps is lost: .*; worker 0 \(.*replica 0\) and worker 1 \(.*replica 1\) held it, no mirror", told
+    )
+    assert not any("lost together" in event.get("text", "") for event in trainee.events), "the node lives"
 
 
 @pytest.mark.chaos  # without Ray: tests/chaos/test_protocol.py

@@ -122,7 +122,7 @@ def test_when_the_wait_is_over_the_answer_is_that_of_before_and_says_how_long_it
     else:
         text = str(actions[-1].error)
         assert "state after 4 steps is lost" in text
-        assert "worker 0 held it and did not answer, in a wait of 60 s (elastic.last_copy_wait_s)" in text
+        assert "worker 0 (stage 0, replica 0) held it and did not answer, in a wait of 60 s (elastic.last_copy_wait_s)" in text
 
 
 def test_the_key_of_the_job_file_is_the_wait_and_ten_minutes_by_default():

@@ -44,6 +44,7 @@ from raypar.elastic.generation_guard import GenerationGuard, StaleGeneration, Wo
 from raypar.elastic.phases import Phase
 from raypar.elastic.run_machine import RunMachine
 from raypar.elastic.run_policy import RunPolicy
+from raypar.elastic.state_sources import may_restart
 from raypar.errors import CommError, GroupAborted, WorkerLost
 from raypar.plan import ParallelPlan
 from raypar.plan.pieces import Piece
@@ -173,7 +174,52 @@ def test_whose_state_is_lost_for_good_is_told_only_what_would_have_helped(replic
         actions = do(machine, PlanChosen(2, ParallelPlan.mesh(layers=2)))
     end = actions[-1]
     assert isinstance(end, Teardown) and end.end == "failed" and isinstance(end.error, WorkerLost)
-    assert end.error.cure == f"start again with checkpoint.every set{more}"
+    assert end.error.cure == f"start again with checkpoint.every set, or with elastic.lost_state: restart{more}"
+
+
+def lose_all_after_a_step(**policy):
+    """Two replicas that divide state, of which both are lost after the first step; what the run does when others have come."""
+    plan = ParallelPlan.mesh(dp=2, layers=2).with_zero(3)
+    machine = RunMachine(RunPolicy(2, 9, elastic=True, hires=True, min_workers=2, mirror_every=1, **policy), plan, layout)
+    do(machine, *first_generation(machine), *(StepReported((w,), 0, 0.1) for w in (0, 1)), StepJournalled(0), StepEmitted(0))
+    machine.mirror.complete = True
+    actions = do(machine, lost(0), GenerationClaimed(2, True), lost(1))
+    if machine.ending is None:
+        actions += do(machine, WorkerJoined(2), GenerationClaimed(3, True), WorkerStatusReported(3, WorkerStatus(2)))
+        actions += do(machine, WorkerJoined(3), GenerationClaimed(4, True))
+        actions += do(machine, *(WorkerStatusReported(4, WorkerStatus(worker)) for worker in (2, 3)))
+    return machine, actions
+
+
+BOTH_LOST = (
+    "state after 1 step is lost: w0[0:4], w1[0:4]; worker 0 (stage 0, replica 0) and worker 1 (stage 0, replica 1) held it, "
+    "no mirror and no checkpoint has it"
+)
+
+
+def test_a_run_without_a_checkpoint_that_has_lost_all_begins_again_and_says_whom_it_has_lost():
+    machine, actions = lose_all_after_a_step(restarts=True)
+    (order,) = [action for action in actions if isinstance(action, AdoptPlan)]
+    assert order.from_checkpoint and order.done == 0 and order.members == (2, 3)
+    told = [action.text for action in actions if isinstance(action, WarnUser) and "is lost" in action.text]
+    assert told == [f"{BOTH_LOST}; all begin again with the first step"]
+    do(machine, *(PlanAdopted(worker, 4) for worker in (2, 3)))
+    assert (machine.progress.committed, machine.progress.emitted) == (0, 1), "what was seen is not seen again"
+
+
+def test_a_run_that_must_not_begin_again_ends_and_says_whom_it_has_lost():
+    _, actions = lose_all_after_a_step()
+    (end,) = [action for action in actions if isinstance(action, Teardown)]
+    assert isinstance(end.error, WorkerLost) and end.error.what == BOTH_LOST
+    assert "elastic.lost_state: restart" in end.error.cure
+
+
+def test_a_resumed_run_does_not_begin_again_with_the_first_step_of_all():
+    assert not may_restart(elastic(ParallelPlan.mesh(layers=2), restarts=True, steps_before_run=1))
+    machine = elastic(ParallelPlan.mesh(layers=2), restarts=True)
+    assert may_restart(machine)
+    machine.progress.saved = 1
+    assert not may_restart(machine), "it goes back to the checkpoint"
 
 
 def test_who_joins_while_the_others_are_asked_where_they_stand_is_not_waited_for():
