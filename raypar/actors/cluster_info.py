@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from raypar.elastic.placement_constraints import ZONE_LABEL
 from raypar.errors import ClusterError
 from raypar.plan.wording import count_noun
 from raypar.ray_compat.autoscaler import autoscaler_capacity, has_autoscaler
+
+NODE_CONNECT_S = 2.0
+"""How long a node may take to accept a connection."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,17 @@ def list_live_and_dead_nodes() -> tuple[set[str], set[str]]:
     """Ids of the nodes that live, and of those that Ray has marked dead."""
     nodes = {node["NodeID"]: bool(node["Alive"]) for node in ray.nodes()}
     return {node for node, alive in nodes.items() if alive}, {node for node, alive in nodes.items() if not alive}
+
+
+def node_accepts_connections(node: str) -> bool:
+    """Whether the raylet of a node does, of which Ray may not have noticed that it has died. Blocks up to `NODE_CONNECT_S`."""
+    try:
+        found = next(each for each in ray.nodes() if each["NodeID"] == node)
+        address = found["NodeManagerAddress"], int(found["NodeManagerPort"])
+        socket.create_connection(address, timeout=NODE_CONNECT_S).close()
+    except Exception:  # also where Ray's control store does not answer, or does not know the node any more
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -309,6 +310,7 @@ class GenerationChange:
     def report_first_step(self, found: do.ReportFirstStepAfterRecovery, reason: str) -> None:
         """Report the new generation to the user: its first step is committed."""
         self.first_step = found.step
+        self.registry.node_losses.note_recovery(time.monotonic())
         order = self.last_order
         if order is None:
             return

@@ -137,9 +137,7 @@ class MembershipActions:
         coordinate, who = self.calls.coordinate(number), self.registry.worker_facts(number)
         self.side_effects.note(worker_and_generation_events.worker_lost_event(coordinate, who, why))
         self.registry.dismiss(number)
-        node = self.registry.note_lost_worker(number, with_node)
-        if node is not None:
-            self.side_effects.note(node)
+        self.registry.note_lost_worker(number, with_node)
 
     def _look_for_memory_kills(self) -> None:
         """After a loss in a local cluster: if the kernel has ended processes for lack of memory, start no worker for a while.

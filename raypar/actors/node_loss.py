@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from raypar.plan.wording import format_worker_numbers
@@ -20,16 +21,24 @@ class NodeLossTracker:
     def __init__(self) -> None:
         self._lost: dict[str, dict[int, float]] = {}
         """Node -> worker -> time of its loss, for nodes whose loss has not been reported."""
+        self._recovered_s = -math.inf
+        """When the last recovery ended."""
+
+    def note_recovery(self, now_s: float) -> None:
+        """Note that training goes on: who is lost later was not lost together with those before."""
+        self._recovered_s = now_s
 
     def lost(self, worker: int, node: str, left: Collection[int], with_node: bool, now_s: float) -> NodeLoss | None:
         """The node-lost event, if this was the node's last worker and the node is gone with it.
 
         `left`: the node's workers that are still there; `with_node`: Ray says that the node has died. If Ray does not say so,
-        several workers must have been lost together: a single one may have died alone.
+        several workers must have been lost together: a single one may have died alone. Whether the node lives all the same is
+        for the caller to find out.
         """
         lost = self._lost.setdefault(node, {})
         lost[worker] = now_s
-        together = sorted(number for number, at_s in lost.items() if now_s - at_s < TOGETHER_S)
+        since_s = max(now_s - TOGETHER_S, self._recovered_s)
+        together = sorted(number for number, at_s in lost.items() if at_s > since_s or number == worker)
         if left or not (with_node or len(together) > 1):
             return None
         del self._lost[node]

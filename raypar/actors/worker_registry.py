@@ -16,7 +16,12 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from raypar.actors.actor_handle_types import PendingAnswer, Ping, WorkerHandle
 from raypar.actors.answer_batch import BATCH_WAIT_S, UNANSWERED, Raised, Unanswered, wait_for_answers
-from raypar.actors.cluster_info import list_live_and_dead_nodes, list_live_node_resources, zones_of_nodes
+from raypar.actors.cluster_info import (
+    list_live_and_dead_nodes,
+    list_live_node_resources,
+    node_accepts_connections,
+    zones_of_nodes,
+)
 from raypar.actors.liveness_connection import LivenessConnections
 from raypar.actors.messages import CallFailure, WorkerHello
 from raypar.actors.node_agents import NodeAgents
@@ -44,6 +49,8 @@ UNHEARD_S = 1.2
 """Time without an answer after which a worker may be lost."""
 LATE_PING_S = 30.0
 """How long the answer to a ping is awaited beyond `BATCH_WAIT_S`. The worker is not pinged again meanwhile."""
+NODE_ENDS_S = 0.5
+"""How long after the last of its workers a node that dies may still accept connections."""
 DRAIN_POLL_S = 1.0
 """Time from one look at Ray's node table to the next."""
 
@@ -234,13 +241,28 @@ class WorkerRegistry:
         self._dismissing.add(task)
         task.add_done_callback(self._dismissing.discard)
 
-    def note_lost_worker(self, number: int, with_node: bool) -> NodeLoss | None:
-        """The node-lost event, if this lost worker was its node's last one and the node is gone with it."""
+    def note_lost_worker(self, number: int, with_node: bool) -> None:
+        """Report the loss of a node, if this lost worker was its last one and the node is gone with it.
+
+        Where Ray does not say so yet, the node is asked first: its workers may all have died while it lives.
+        """
         if number not in self.node_of_worker:
-            return None
+            return
         node = self.node_of_worker[number]
         left = [n for n in self.pool.workers if self.node_of_worker.get(n) == node]
-        return self.node_losses.lost(number, node, left, with_node, time.monotonic())
+        told = self.node_losses.lost(number, node, left, with_node, time.monotonic())
+        if told is not None and with_node:
+            self.note(told)
+        elif told is not None:
+            task = asyncio.ensure_future(self._report_node_if_it_is_gone(node, told))
+            self._dismissing.add(task)
+            task.add_done_callback(self._dismissing.discard)
+
+    async def _report_node_if_it_is_gone(self, node: str, told: NodeLoss) -> None:
+        """Report the loss of a node if nothing there accepts connections a moment after its last worker was lost."""
+        await asyncio.sleep(NODE_ENDS_S)
+        if not await asyncio.to_thread(node_accepts_connections, node):
+            self.note(told)
 
     def avoid_suspect_node_of(self, number: int) -> None:
         """Start no worker on this worker's node for a while: it does not answer, or has died with its node."""

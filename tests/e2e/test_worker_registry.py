@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import socket
 import time
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from raypar.actors.messages import WorkerHello
 from raypar.actors.worker_failures import WorkerFailures
 from raypar.actors.worker_registry import WorkerRegistry
 from raypar.elastic import events as on
+from raypar.record.events import Event
 
 ANSWER_S = 0.2
 
@@ -86,6 +88,30 @@ def test_a_driver_that_stood_still_does_not_take_everybody_for_silent(monkeypatc
 
     asyncio.run(scene())
     assert told == [on.WorkerSilent(1, 1.0), on.WorkerAnswered(1)], "who is silent while the others answer, and answers then"
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_node_whose_workers_are_all_lost_is_told_as_lost_only_if_it_answers_no_more(lives, monkeypatch):
+    monkeypatch.setattr("raypar.actors.worker_registry.NODE_ENDS_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as raylet:
+        address = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
+        monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "other"} | address, {"NodeID": "855ce93100ff"} | address])
+        if not lives:
+            raylet.close()
+        told: list[Event] = []
+
+        async def scene():
+            pool = SimpleNamespace(workers={})
+            registry = WorkerRegistry(pool, None, told.append, told.append, {}.__contains__, None)
+            registry.node_of_worker |= dict.fromkeys((0, 3), "855ce93100ff")
+            for number in (0, 3):
+                registry.note_lost_worker(number, with_node=False)
+            assert not told
+            await asyncio.gather(*registry._dismissing)
+
+        asyncio.run(scene())
+    texts = [each.text for each in told]
+    assert texts == [] if lives else texts == ["no worker is left on node 855ce931: workers 0, 3 were lost together"]
 
 
 def test_people_are_told_of_nodes_that_flap_whenever_the_age_that_new_ones_have_to_reach_changes():

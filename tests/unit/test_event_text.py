@@ -99,6 +99,16 @@ def test_a_node_is_told_as_lost_once_all_its_workers_are_lost_together():
     assert said is not None and said.text == "node 855ce931 is lost, with worker 6"
 
 
+def test_workers_of_a_node_between_whose_losses_training_went_on_were_not_lost_together():
+    fallen, node = NodeLossTracker(), "855ce93100ff"
+    assert fallen.lost(0, node, [3], False, 10.0) is None
+    fallen.note_recovery(11.5)
+    assert fallen.lost(3, node, [], False, 13.0) is None
+    fallen.note_recovery(13.5)
+    told = fallen.lost(4, node, [], True, 14.0)
+    assert told is not None and told.workers == [4], "here Ray says that the node has died"
+
+
 def test_a_node_that_ray_finds_dead_later_is_told_then_with_whom_it_took_along():
     fallen, node = NodeLossTracker(), "855ce93100ff"
     assert fallen.lost(0, node, [], False, 10.0) is None
