@@ -28,7 +28,10 @@ from pydantic_core import PydanticCustomError
 from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.files.safe_yaml import dump_yaml, parse_yaml
+from raypar.job.average_section import AverageConfig
+from raypar.job.checkpoint_section import CheckpointConfig
 from raypar.job.data_section import DataConfig, PackConfig, ValidationConfig, ValidationSetConfig
+from raypar.job.early_stopping_section import EarlyStoppingConfig
 from raypar.job.elastic_section import ElasticConfig, switch
 from raypar.job.function_section import (
     FunctionConfig,
@@ -48,6 +51,7 @@ from raypar.job.plan_section import DividedOrWhole, PlanConfig
 from raypar.job.precision_and_plan_names import AUTO, GIVEN
 from raypar.job.precision_section import PrecisionConfig, check_precision
 from raypar.job.section import MAX_PARTS, MAX_WORKERS, Parts, PathText, Section
+from raypar.job.tracker_section import TrackerConfig
 from raypar.plan.forward_pass_batching import ForwardPasses
 from raypar.plan.loss_scale import LossScaling
 from raypar.plan.microbatches import MAX_STEPS, BatchesOfSteps, Microbatches
@@ -80,94 +84,6 @@ RUN_NAME_CURE = "letters, digits, '.', '_' and '-' only: it names the run's fold
 def is_run_name(text: str) -> bool:
     """Whether a text can name a run's folder."""
     return re.fullmatch(RUN_NAME, text) is not None
-
-
-class BestConfig(Section):
-    """Checkpoints that are kept because a metric was best there: `{metric: ..., mode: ..., keep: ...}`, or just its name."""
-
-    metric: Annotated[str, DRIVER]
-    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, `validation/SET/NAME` for one of several
-    validation sets, or a number of a training step."""
-    mode: Annotated[Literal["min", "max"] | None, DRIVER] = None
-    """Whether small or large values are good; None: `min` for a name that ends with `loss`."""
-    keep: Annotated[PositiveInt, DRIVER] = 1
-    """How many checkpoints are kept for it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: T) -> T | dict[str, str]:
-        return {"metric": value} if isinstance(value, str) else value
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are saved, and how many of them are kept."""
-
-    every: Annotated[NonNegativeInt, DRIVER] = 0
-    """Steps from one checkpoint to the next; 0: no checkpoint before the end."""
-    keep: Annotated[PositiveInt, DRIVER] = 2
-    """How many checkpoints are kept: the newest ones."""
-    at_end: Annotated[bool, DRIVER] = True
-    """Whether a checkpoint is saved at the end of the run."""
-    only: Annotated[Literal["all", "trained"], CLIENT] = "all"
-    """What they hold. `trained`: no frozen values that begin as `init_from` has them; these come again from there, and it must
-    be the same then. For adapters and heads on a large pretrained model."""
-    best: Annotated[tuple[BestConfig, ...], Field(strict=False), DRIVER] = ()
-    """The metrics by which the best checkpoints are kept too, beside the newest ones. A validation with a new best value saves
-    one."""
-
-
-class EarlyStoppingConfig(Section):
-    """When a run stops early: if a metric has not become better by more than `min_delta` for `patience` values in a row."""
-
-    patience: Annotated[PositiveInt, CLIENT] = 3
-    """Values in a row without a new best after which the run stops."""
-    min_delta: Annotated[NonNegativeFloat, CLIENT] = 0.0
-    """By how much a value has to be better to count as the best."""
-    metric: Annotated[str, CLIENT] = "validation_loss"
-    """The metric: `validation_loss`, `validation_NAME` for one of `metrics`, `validation/SET/NAME` for one of several
-    validation sets, or a number of training steps."""
-    mode: Annotated[Literal["min", "max"] | None, CLIENT] = None
-    """Whether small or large values are good; None: `min` for a name that ends with `loss`."""
-
-
-class TrackerConfig(Section):
-    """An experiment tracker: `{tracker: tensorboard | wandb | mlflow, args: {...}}`, or just its name."""
-
-    tracker: Annotated[Literal["tensorboard", "wandb", "mlflow"], CLIENT]
-    """The kind of tracker."""
-    args: Annotated[dict[str, Any], CLIENT] = {}
-    """Arguments of the tracker's class."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: T) -> T | dict[str, str]:
-        return {"tracker": value} if isinstance(value, str) else value
-
-
-class AverageConfig(Section):
-    """A moving average of the weights (EMA), which trains nothing itself: `{decay: 0.999, every: 1, from: 100}`."""
-
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """What an update keeps of the average: it becomes decay * average + (1 - decay) * weights."""
-    every: PositiveInt = 1
-    """Every how many steps the average is updated, counted from `from`: with 2 and 3 after steps 5, 7, 9, ..."""
-    from_step: NonNegativeInt = 0
-    """Number of steps after which the average begins, with the weights of then; `from` is understood too."""
-    validate_with: Literal["weights", "average"] = "weights"
-    """What validations compute with, and so what the best checkpoint is the best of: the weights, or their average once it
-    has begun."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from(cls, value: T) -> T | dict[str, Any]:
-        if not isinstance(value, Mapping) or "from" not in value:
-            return value
-        if "from_step" in value:
-            raise ConfigError(
-                f"average has from: {shorten(value['from'])} and from_step: {shorten(value['from_step'])}, which is the same",
-                cure="leave one of them out",
-            )
-        return {"from_step" if key == "from" else key: part for key, part in value.items()}
 
 
 class Job(Section):

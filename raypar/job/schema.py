@@ -17,10 +17,11 @@ from pydantic.fields import FieldInfo
 
 from raypar.files.json_type import Json
 from raypar.job import elastic_section, function_section, init_from_section, plan_section
+from raypar.job.average_section import AverageConfig
 from raypar.job.data_section import ValidationConfig, ValidationSetConfig
 from raypar.job.data_short_forms import FUNCTION_OF_FILES, MIXTURE
 from raypar.job.function_section import FROM_FOLDER, SEVERAL_OPTIMIZERS, OptimizerEntry
-from raypar.job.job import RUN_NAME, AverageConfig, Job
+from raypar.job.job import RUN_NAME, Job
 from raypar.job.plain_values import to_plain_values
 from raypar.job.section import MAX_WORKERS, FileList, PathText
 from raypar.job.section_docstrings import key_docstring, section_docstring
