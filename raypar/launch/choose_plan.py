@@ -107,7 +107,7 @@ def choose_plan(
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.predicted_step import predict_step
     from raypar.planner.zero_level import choose_zero_level
-    from raypar.worker.job_preflight import check_model_can_shard
+    from raypar.worker.check_model_can_shard import check_model_can_shard
 
     spec = checked.job
     fixed = plan([layer.name for layer in checked.graph.layers]) if plan is not None else None

@@ -44,7 +44,7 @@ def make_run_request(
     from raypar.callbacks import Callbacks
     from raypar.planner.plan_search import reachable_virtual_shard_counts
     from raypar.worker.backend import make_backend
-    from raypar.worker.job_preflight import check_other_shard_counts
+    from raypar.worker.check_model_can_shard import check_other_shard_counts
     from raypar.worker.make_worker_assignments import make_worker_assignments
 
     spec, graph, plan, orders = options.job, checked.graph, chosen.plan, chosen.schedule_instructions

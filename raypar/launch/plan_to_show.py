@@ -90,8 +90,9 @@ def choose_plan_to_show(job: Job, graph: Graph, workers: int | None, memory_mib:
     `memory_mib`: what a worker has; None: its part of this machine's free memory.
     """
     from raypar.planner.plan_search import search_plans
-    from raypar.worker.job_preflight import preflight, try_optimizer_of_job
+    from raypar.worker.job_preflight import preflight
     from raypar.worker.measure_profile import profile_job
+    from raypar.worker.try_optimizer_of_job import try_optimizer_of_job
 
     workers, shards = workers or job.workers, _shards_of(job)
     if workers < shards and not job.virtual_shards:
@@ -130,9 +131,11 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.zero_level import choose_zero_level
     from raypar.schedule.program_assignment import check_programs_run
-    from raypar.worker.job_preflight import check_model_can_shard, preflight, try_optimizer_of_job
+    from raypar.worker.check_model_can_shard import check_model_can_shard
+    from raypar.worker.job_preflight import preflight
     from raypar.worker.make_worker_assignments import gradient_pool
     from raypar.worker.measure_profile import profile_job
+    from raypar.worker.try_optimizer_of_job import try_optimizer_of_job
 
     plan = plan_of_job(job, graph)
     build = make_custom_schedule_builder(job)

@@ -1,5 +1,5 @@
-"""Checks, before a run, a loss that returns (sum, count), and finds a loss in which samples of a microbatch depend on each
-other."""
+"""Checks a loss before a run: what it returns, whether that has a gradient, and whether samples of a microbatch depend on each
+other in it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from raypar.errors import DataError, ModelError
+from raypar.errors import DataError, ModelError, with_article
 from raypar.job import Job
+from raypar.model.capture.module_graph import fields_without_target
 from raypar.model.graph import Graph
 from raypar.model.random_state import preserve_random_state, seed_all
+from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dynamo
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
 from raypar.worker.stage.loss import make_loss_function, make_loss_of_output, wrong_losses
@@ -169,3 +171,76 @@ def _gradients(
     trained = [leaf for leaf in leaves if leaf.requires_grad]
     gradients = torch.autograd.grad(total, trained, allow_unused=True)
     return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(trained, gradients, strict=True)]
+
+
+def check_loss_of_microbatch(spec: Job, graph: Graph, values: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    """Raises `DataError` for a target that the samples lack, `ModelError` for a loss that returns neither a scalar with a
+    gradient nor (sum, count). A loss that raises is left to the first step, which has its own traceback.
+
+    `values`: fields and values of layers, on the meta device; `batch`: the first microbatch.
+    """
+    target = spec.loss_target_name
+    if target not in values:
+        raise DataError(
+            f"the loss reads field {target!r}, which the samples do not have",
+            cure=f"choose data.target: one of {list(batch)}",
+        )
+    if spec.loss.sample_weight is None:
+        check_sum_and_count(spec, graph, values, batch.get(target))
+    else:
+        check_weighted_losses(spec, graph, values, batch)
+    beside = spec.loss_fields[1:]
+    loss, read = graph.loss_of_values(make_loss_function(spec.loss)), [values[name] for name in graph.loss_inputs]
+    called = _call_loss(loss, read, [values[target], *(values[name] for name in beside)])
+    if called is None and target in batch and sum(tensor.numel() for tensor in read) <= MOST_LOSS_NUMBERS:  # it reads numbers
+        with preserve_random_state():
+            called = _call_loss(
+                loss, [random_output(tensor.shape, tensor.dtype) for tensor in read], [batch[name] for name in spec.loss_fields]
+            )
+    if called is None:
+        return  # if it is wrong, the first step says so with its own traceback
+    found, trained = called
+    total = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+    if total is None and (given := fields_without_target(graph, target)) is not None:
+        raise ModelError(
+            f"the loss {spec.loss.label} returned None: the forward of the model was given {', '.join(given)}, and not "
+            f"{target!r}, although it has a parameter of that name, so what it returns has no loss",
+            cure=f"set loss: model, with which forward is given {target!r} and its own loss is taken; or compute the loss "
+            "of the output and the target",
+        )
+    number = isinstance(total, (int, float)) or type(total).__module__ == "numpy"
+    if number or (isinstance(total, Tensor) and total.numel() == 1 and trained and total.grad_fn is None):
+        kind = (
+            "a tensor that does not depend on the output" if isinstance(total, Tensor) else with_article(type(total).__name__)
+        )
+        raise ModelError(
+            f"the loss {spec.loss.label} returned {kind}: without a gradient nothing would be trained",
+            cure="return the tensor that is computed from the output, by differentiable operations: no .item(), no float(), no "
+            "detach(), no numpy, no torch.no_grad()",
+        )
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else with_article(type(total).__name__)
+        shape = "None" if total is None else shape
+        raise ModelError(
+            f"the loss {spec.loss.label} returned {shape}, not a scalar", cure="return a scalar, or (sum, count) as scalars"
+        )
+    if isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], (int, float, Tensor)):
+        raise ModelError(
+            f"the loss {spec.loss.label} returned a pair whose second value is {with_article(type(found[1]).__name__)}, and it "
+            "is the count by which the first is divided",
+            cure="return the loss alone, or (sum, count): the sum over samples or tokens, and how many they are",
+        )
+
+
+def _call_loss(
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor | float]], read: Sequence[Tensor], beside: Sequence[Tensor]
+) -> tuple[Tensor | tuple[Tensor, Tensor | float], bool] | None:
+    """(what the loss returns for outputs like these, whether they require gradients); None if it raises."""
+    given = [tensor.detach().requires_grad_(tensor.is_floating_point()).clone() for tensor in read]
+    try:
+        with torch.enable_grad(), meta_operations_without_dynamo(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first microbatch shows them
+            return loss(*given, *(tensor.clone() for tensor in beside)), any(tensor.requires_grad for tensor in given)
+    except USER_CODE_ERRORS as error:
+        reraise_ctrl_c(error)
+        return None

@@ -10,11 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raypar.job import Job
 from raypar.job.precision_and_plan_names import PrecisionName
 from raypar.job.precision_section import PrecisionConfig
 
 if TYPE_CHECKING:
     import torch
+
+
+def dtype_of_job(spec: Job) -> torch.dtype:
+    """The dtype of parameters, their gradients and the optimizer's state (`Job.dtype`)."""
+    import torch
+
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return found
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from raypar.planner.plan_report import fewer_shards_warnings
 from raypar.planner.plan_search import reachable_shard_counts
 from raypar.record.events import GenerationStart
 from raypar.storage.run_folder import RunFolder
-from raypar.worker.job_preflight import check_other_shard_counts, preflight
+from raypar.worker.check_model_can_shard import check_other_shard_counts
+from raypar.worker.job_preflight import preflight
 
 FOUR = ParallelPlan.mesh(pp=2, tp=2, layers=4)
 PROFILE = ModelProfile(tuple(LayerProfile(f"block{i}", 1.0, 2.0, 1.0, 1.0) for i in range(4)), LinkProfile(0.0))
@@ -100,7 +101,7 @@ def test_the_numbers_of_shards_that_a_run_may_come_to_are_checked_before_it_begi
         seen.append(plan.stages[0].shards)
         raise ModelError("softmax needs the parts of other shards", cure="the style gathered")
 
-    monkeypatch.setattr("raypar.worker.job_preflight.check_model_can_shard", refuse)
+    monkeypatch.setattr("raypar.worker.check_model_can_shard.check_model_can_shard", refuse)
     with pytest.raises(ModelError, match="with 2 shards, to which an elastic run comes when workers are lost: softmax needs"):
         check_other_shard_counts(spec, checked, plan, reachable_shard_counts(plan))
     assert seen == [2]

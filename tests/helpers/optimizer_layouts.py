@@ -20,7 +20,8 @@ from raypar.errors import InputError, UserCodeError
 from raypar.job import DataConfig, Job, LossConfig, LrScheduleConfig, ModelConfig, OptimizerConfig
 from raypar.model.graph import Graph
 from raypar.plan import ParallelPlan
-from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.check_model_can_shard import check_model_can_shard
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 

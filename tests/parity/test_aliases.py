@@ -11,7 +11,7 @@ from raypar.errors import UserCodeError
 from raypar.job import DataConfig, LossConfig, ModelConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
-from raypar.worker.job_preflight import check_layer_shapes
+from raypar.worker.check_layer_shapes import check_layer_shapes
 from raypar.worker.run_in_one_process import OneProcessRun
 
 pytestmark = pytest.mark.part(4)

@@ -24,8 +24,8 @@ from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.model_profile import LinkProfile
 from raypar.planner.predicted_step import predict_step, reduction_ms
 from raypar.schedule import registry
+from raypar.worker.check_layer_shapes import check_layer_shapes
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
-from raypar.worker.job_preflight import check_layer_shapes
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun

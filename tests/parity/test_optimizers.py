@@ -24,7 +24,7 @@ from raypar.model.python_state import comparable_content
 from raypar.plan import ParallelPlan
 from raypar.planner.candidate_plans import enumerate_candidates
 from raypar.storage.checkpoint_store import open_checkpoint
-from raypar.worker import job_preflight
+from raypar.worker import try_optimizer_of_job
 from raypar.worker.checkpoint import contract_comparison
 from raypar.worker.checkpoint.checkpoint_files import BUFFER, PARAMETER, CheckpointTensors, encode_tensor, load_manifest
 from raypar.worker.checkpoint.expected_optimizer_state import NUMBER, ExpectedOptimizerState, SharedEntry
@@ -110,8 +110,8 @@ def test_an_optimizer_of_pytorch_is_tried_once_for_the_same_arguments_and_shapes
         tried.append(given[0].label)
         return try_optimizer(*given)
 
-    monkeypatch.setattr(job_preflight, "try_optimizer", counts)
-    monkeypatch.setattr(job_preflight, "_TRIALS", {})
+    monkeypatch.setattr(try_optimizer_of_job, "try_optimizer", counts)
+    monkeypatch.setattr(try_optimizer_of_job, "_TRIALS", {})
     first = preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer
     assert preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer is first and len(tried) == 1
     others = [spec(torch.optim.Adam, lr=0.2), spec(torch.optim.Adam, (), lr=0.1), spec(torch.optim.AdamW, lr=0.1)]
@@ -125,7 +125,7 @@ def test_an_optimizer_of_pytorch_is_tried_once_for_the_same_arguments_and_shapes
 
 @pytest.mark.ci
 def test_an_optimizer_of_pytorch_is_tried_again_when_a_method_of_it_is_replaced(monkeypatch):
-    monkeypatch.setattr(job_preflight, "_TRIALS", {})
+    monkeypatch.setattr(try_optimizer_of_job, "_TRIALS", {})
     first, step = preflight(job_of(spec(torch.optim.Adam, lr=0.1))).optimizer, torch.optim.Adam.step
     assert first is not None and first.kind is OptimizerKind.ELEMENTWISE
 

@@ -13,7 +13,7 @@ from raypar.errors import ModelError, UserCodeError
 from raypar.job import LossConfig, ModelConfig
 from raypar.model.graph import Graph, Layer
 from raypar.plan import ParallelPlan
-from raypar.worker.job_preflight import check_layer_shapes
+from raypar.worker.check_layer_shapes import check_layer_shapes
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun

@@ -19,7 +19,7 @@ from raypar.job import DataConfig, Job, LossConfig, ModelConfig, PadConfig, Prec
 from raypar.model.graph import Graph
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.schedule import registry
-from raypar.worker.job_preflight import check_layer_shapes
+from raypar.worker.check_layer_shapes import check_layer_shapes
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.process.torch_state_guard import ExpectedTorchState, TorchStateGuard

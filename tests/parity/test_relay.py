@@ -22,7 +22,8 @@ from raypar.plan import ParallelPlan, StagePlan
 from raypar.plan.stage_connections import MAX_VALUES_OF_MESSAGE
 from raypar.schedule import registry
 from raypar.schedule.instructions import Backward, Forward
-from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.check_model_can_shard import check_model_can_shard
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator

@@ -15,7 +15,8 @@ from raypar.errors import ConfigError, DataError, ModelError, RayparError, UserC
 from raypar.job import Job
 from raypar.job.contract import contract_of_job
 from raypar.plan import ParallelPlan
-from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.check_model_can_shard import check_model_can_shard
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 

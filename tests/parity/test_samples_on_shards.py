@@ -18,8 +18,9 @@ from raypar.model.tensor_parallel.meta_check import check_shards_on_meta
 from raypar.plan import ParallelPlan
 from raypar.plan.addition_tree import fold_tree
 from raypar.plan.shard_ranges import even_ranges_by_shard
+from raypar.worker.check_model_can_shard import check_model_can_shard
 from raypar.worker.check_samples_on_shards import check_samples_suffice
-from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 

@@ -26,9 +26,10 @@ from raypar.model.tensor_parallel.infer_styles_by_structure import reasons_for_w
 from raypar.model.tensor_parallel.multihead_attention import ShardedMultiheadAttention
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import ParallelPlan
-from raypar.worker import job_preflight, plain_microbatches
+from raypar.worker import plain_microbatches
 from raypar.worker.check_layers_with_numbers import check_shards_with_numbers
-from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.check_model_can_shard import check_model_can_shard
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -271,7 +272,7 @@ def test_a_style_that_would_compute_something_else_is_an_error_before_the_run(mo
     ):
         check_model_can_shard(spec, checked, plan)
     compared = []
-    monkeypatch.setattr(job_preflight, "check_shards_with_numbers", lambda *args: compared.append(args))
+    monkeypatch.setattr("raypar.worker.check_model_can_shard.check_shards_with_numbers", lambda *args: compared.append(args))
     check_model_can_shard(spec, checked, plan)
     assert len(compared) == 1
 

@@ -26,9 +26,10 @@ from raypar.job.contract import contract_of_job
 from raypar.job.read_job import load_job, parse_job
 from raypar.model.capture.sequential import capture_layer_graph
 from raypar.plan import ParallelPlan
+from raypar.worker.check_model_can_shard import check_model_can_shard
 from raypar.worker.checkpoint.checkpoint_files import PARAMETER
 from raypar.worker.elastic_worker import ElasticWorker
-from raypar.worker.job_preflight import check_model_can_shard, preflight
+from raypar.worker.job_preflight import preflight
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import one_microbatch_of_each_size, profile_layers, read_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
