@@ -443,8 +443,8 @@ class Job(Section):
 
     @property
     def recompute(self) -> RecomputePolicy:
-        """Which layers the plan recomputes, as the job says it; `none` for `plan: auto`."""
-        found: RecomputePolicy = self.plan.recompute if isinstance(self.plan, PlanConfig) else "none"
+        """Which layers the plan recomputes, as the job says it; `none` where the planner may choose some."""
+        found: RecomputePolicy = self.plan.given_recompute if isinstance(self.plan, PlanConfig) else "none"
         return found
 
     @property
@@ -538,6 +538,11 @@ class Job(Section):
     def leaves_zero_open(self) -> bool:
         """Whether the planner chooses the ZeRO stage: the lowest with which a plan fits into workers' memory."""
         return not isinstance(self.plan, PlanConfig) or self.plan.zero == "auto"
+
+    @property
+    def leaves_recompute_open(self) -> bool:
+        """Whether the planner may have layers recomputed, so that a plan fits into workers' memory."""
+        return not isinstance(self.plan, PlanConfig) or (self.leaves_zero_open and self.plan.recompute == "auto")
 
     @property
     def leaves_gradients_open(self) -> bool:

@@ -16,6 +16,7 @@ from raypar.plan.gradient_scatter import GradientRoute
 from raypar.plan.offloading import OffloadPolicy
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
 from raypar.plan.placements import LayerPlacement, check_placements, plan_of_placements
+from raypar.plan.recomputation import RecomputePolicy
 from raypar.plan.stage_plan import GATHER_SPANS, GATHERS_FROM, GatherSpan, WorkerGrid
 from raypar.plan.wording import count_noun
 
@@ -56,11 +57,11 @@ def _gather_spans(value: T) -> T | tuple[str, ...]:
 
 
 def _recompute_policy(value: T) -> T | tuple[str, ...]:
-    """`value`, if it is `none`, `full` or a list of patterns. Raises `ValueError`."""
-    if value in ("none", "full"):
+    """`value`, if it is `auto`, `none`, `full` or a list of patterns. Raises `ValueError`."""
+    if value in ("auto", "none", "full"):
         return value
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(pattern, str) and pattern for pattern in value):
-        raise ValueError('none, full, or a list of patterns of layer names, for example ["block*"]')
+        raise ValueError('none, full, auto, or a list of patterns of layer names, for example ["block*"]')
     return tuple(value)
 
 
@@ -168,8 +169,9 @@ class PlanConfig(Section):
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
     the others' parts once they are reduced. 3: each also frees the others' parameters after their last use in a step, and gets
-    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: the lowest, and the
-    longest `gather`, with which the memory sheet of the largest worker fits into its memory. Results do not depend on it."""
+    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: of all stages, `gather`,
+    `gradients` and `recompute` with which the memory sheet of the largest worker fits into its memory, what is predicted to
+    take least time. Results do not depend on it."""
     zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
@@ -192,9 +194,10 @@ class PlanConfig(Section):
     """A folder on a local disk of each worker, in whose files the optimizer's state lies, with float32 masters and averages of
     the weights (offloading); None: in memory. It is read ahead while parameters are stepped, and gone when the worker
     ends. For optimizers that take each parameter by itself; not on GPUs. Results do not depend on it."""
-    recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "none"
+    recompute: Annotated[Any, BeforeValidator(_recompute_policy), CLIENT] = "auto"
     """Activation checkpointing: layers whose activations are dropped after the forward and computed again for the backward, for
-    less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names."""
+    less memory and more time, with the same results. `none`, `full`, or a list of patterns of layer names; `auto`: none, unless
+    with `zero: auto` that is what makes the plan fit in the least time."""
 
     offload: Annotated[Any, BeforeValidator(_offload_policy), CLIENT] = None
     """Layers whose activations are offloaded to `activations_in`: `full`, or a list of patterns of layer names; None: with
@@ -234,6 +237,12 @@ class PlanConfig(Section):
         """How long parameters that replicas divide are whole, as the section gives it."""
         given: GatherSpan | tuple[GatherSpan, ...] = self.gather
         return given
+
+    @property
+    def given_recompute(self) -> RecomputePolicy:
+        """Which layers the section has recomputed; `none` until the planner has chosen."""
+        found: RecomputePolicy = "none" if self.recompute == "auto" else self.recompute
+        return found
 
     @property
     def given_gradients(self) -> GradientRoute:

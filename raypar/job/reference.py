@@ -32,7 +32,7 @@ TYPE_OF_VALIDATOR: dict[Callable[..., Any], str] = {
     init_from_section._prefixes: "text, or a list of them",
     plan_section._worker_grid: "list of lists of integers ≥ 0",
     plan_section._layer_patterns: "a pattern, or a list of them",
-    plan_section._recompute_policy: "`none`, `full`, or a list of patterns",
+    plan_section._recompute_policy: "`none`, `full`, `auto`, or a list of patterns",
     plan_section._offload_policy: "`full`, or a list of patterns",
     plan_section._zero_levels: "`0`, `1`, `2` or `3`, a list of them, or `auto`",
     plan_section._gather_spans: "`step`, `microbatch` or `layer`, or a list of them",

@@ -55,7 +55,7 @@ SCHEMA_OF_VALIDATOR: dict[Callable[..., Any], tuple[Schema, ...]] = {
     plan_section._zero_levels: (_LEVEL, {"const": "auto"}, {"type": "array", "items": _LEVEL, "minItems": 1}),
     plan_section._gather_spans: (_SPAN, {"type": "array", "items": _SPAN, "minItems": 1}),
     plan_section._offload_policy: ({"enum": ["full"]}, _TEXTS),
-    plan_section._recompute_policy: ({"enum": ["none", "full"]}, _TEXTS),
+    plan_section._recompute_policy: ({"enum": ["none", "full", "auto"]}, _TEXTS),
     typing.get_args(PathText)[1].func: ({"type": "string"},),
     typing.get_args(FileList)[1].func: ({"type": "string"}, {"type": "array", "items": {"type": "string"}}),
 }

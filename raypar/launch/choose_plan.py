@@ -106,7 +106,6 @@ def choose_plan(
     from raypar.planner.plan_report import stage_balance_text
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.predicted_step import predict_step
-    from raypar.planner.zero_level import choose_zero_level
     from raypar.worker.check_model_can_shard import check_model_can_shard
 
     spec = checked.job
@@ -128,14 +127,9 @@ def choose_plan(
         balance = balance_stages(profile, fixed, make_schedule or schedule, spec.batching)
         fixed = balance.plan
         why.append(stage_balance_text(balance))
+    fixed, line = choose_what_is_open(spec, checked.graph, profile, fixed, make_schedule or schedule)
+    why += [line] if line else []
     made = _make_schedule(spec, checked.graph, make_schedule or schedule, fixed)
-    if spec.leaves_zero_open:
-        fixed, line = choose_zero_level(profile, fixed, made, spec.batching)
-        why.append(line)
-    if spec.leaves_gradients_open:
-        fixed, line = choose_gradients_of_job(spec, checked.graph, profile, fixed, make_schedule or schedule)
-        why += [line] if line else []
-        made = _make_schedule(spec, checked.graph, make_schedule or schedule, fixed) if line else made
     timeline, _ = predict_step(profile, fixed, made, spec.batching)
     memory = predict_memory(profile, fixed, made, spec.batching)
     by_name = schedule if make_custom_schedule_builder(spec) is None else made
@@ -159,22 +153,30 @@ def _make_schedule(spec: Job, graph: Graph, schedule: str | MakeSchedule, plan: 
     )
 
 
-def choose_gradients_of_job(
+def choose_what_is_open(
     spec: Job, graph: Graph, profile: ModelProfile, plan: ParallelPlan, schedule: str | MakeSchedule
 ) -> tuple[ParallelPlan, str]:
-    """The job's plan with gradients that are folded or scattered, and why, a line; empty where nobody has to be told."""
+    """The job's plan with what its section leaves to the planner (ZeRO stage, gathers, recomputation, gradients), and why, in
+    lines; empty where nobody has to be told."""
+    from raypar.planner.fit_to_memory import fit_to_memory
     from raypar.planner.gradient_route import choose_gradient_route
     from raypar.worker.make_worker_assignments import gradient_pool
 
-    return choose_gradient_route(
-        profile,
-        plan,
-        schedule,
-        spec.batching,
-        partial(gradient_pool, spec, graph),
-        is_asked=spec.asks_for_gradients,
-        zero_is_open=spec.leaves_zero_open,
-    )
+    pool, is_asked = partial(gradient_pool, spec, graph), spec.asks_for_gradients
+    if spec.leaves_zero_open:
+        return fit_to_memory(
+            profile,
+            plan,
+            schedule,
+            spec.batching,
+            pool,
+            scatter_is_open=spec.leaves_gradients_open,
+            recompute_is_open=spec.leaves_recompute_open,
+            is_asked=is_asked,
+        )
+    if spec.leaves_gradients_open:
+        return choose_gradient_route(profile, plan, schedule, spec.batching, pool, is_asked=is_asked)
+    return plan, ""
 
 
 def _profile(spec: Job, checked: PreflightResult, fixed: ParallelPlan | None, workers: int) -> ModelProfile:
@@ -186,7 +188,7 @@ def _profile(spec: Job, checked: PreflightResult, fixed: ParallelPlan | None, wo
         workers=fixed.world if fixed is not None else workers,
         graph=checked.graph,
         shards=fixed.virtual_shard_counts if fixed is not None else {spec.virtual_shards or 1},
-        recompute=fixed.recompute if fixed is not None else None,
+        recompute=fixed.recompute if fixed is not None and not spec.leaves_recompute_open else None,
     )
     if checked.optimizer is None:
         return profile
@@ -305,7 +307,7 @@ def make_plan_chooser(job: Job, workers: int | None = None) -> PlanChooser:
     name, make_schedule = config.schedule_file or config.schedule, make_schedule_builder(config)
     balanced = config.cuts is None and not config.placements
     return lambda checked: choose_plan(
-        job, checked, job.to_plan, name, job.workers, make_schedule, config.recompute, balanced=balanced
+        job, checked, job.to_plan, name, job.workers, make_schedule, job.recompute, balanced=balanced
     )
 
 
@@ -379,24 +381,25 @@ def describe_recomputation(plan: ParallelPlan, schedule: Schedule) -> str:
     """What a plan recomputes under a schedule, as text to append to its description; empty if it recomputes nothing."""
     from raypar.schedule.recomputation import describe_stages_not_worth_recomputing, stages_not_worth_recomputing
 
-    if not plan.recompute:
-        return ""
     kept = stages_not_worth_recomputing(schedule, plan)
-    recomputed = len(plan.recompute) - sum(len(plan.recomputed_layers(stage)) for stage in kept)
-    text = f", recomputing {recomputed} of {plan.stages[-1].last} layers"
-    return f"{text} ({describe_stages_not_worth_recomputing(kept)})" if kept else text
+    here = sum(len(plan.recomputed_layers(stage)) for stage in kept)
+    return _describe_layers(", recomputing", plan.recompute, here, plan, describe_stages_not_worth_recomputing(kept))
 
 
 def describe_offloading(plan: ParallelPlan, schedule: Schedule) -> str:
     """What a plan offloads under a schedule, as text to append to its description; empty if it offloads nothing."""
     from raypar.schedule.offloading import describe_stages_not_worth_offloading, stages_not_worth_offloading
 
-    if not plan.offload:
-        return ""
     kept = stages_not_worth_offloading(schedule, plan)
-    offloaded = len(plan.offload) - sum(len(plan.offloaded_layers(stage)) for stage in kept)
-    text = f", offloading activations of {offloaded} of {plan.stages[-1].last} layers"
-    return f"{text} ({describe_stages_not_worth_offloading(kept)})" if kept else text
+    here = sum(len(plan.offloaded_layers(stage)) for stage in kept)
+    return _describe_layers(", offloading activations of", plan.offload, here, plan, describe_stages_not_worth_offloading(kept))
+
+
+def _describe_layers(what: str, layers: Sequence[int], kept: int, plan: ParallelPlan, why_kept: str) -> str:
+    """How many layers of a plan something is done with, as text; empty for none. `kept`: how many of `layers` are left out, and
+    `why_kept`, if any."""
+    beside = f" ({why_kept})" if kept else ""
+    return f"{what} {len(layers) - kept} of {plan.stages[-1].last} layers{beside}" if layers else ""
 
 
 def plan_json(chosen: ChosenPlan) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError
-from raypar.launch.choose_plan import choose_gradients_of_job, make_custom_schedule_builder, plan_of_job
+from raypar.launch.choose_plan import choose_what_is_open, make_custom_schedule_builder, plan_of_job
 from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.offloading import resolve_offloaded_layers
@@ -129,7 +129,6 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
     over its shards.
     """
     from raypar.planner.plan_search import balance_stages
-    from raypar.planner.zero_level import choose_zero_level
     from raypar.schedule.program_assignment import check_programs_run
     from raypar.worker.check_model_can_shard import check_model_can_shard
     from raypar.worker.job_preflight import preflight
@@ -153,7 +152,8 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
             checked = preflight(job)
             check_model_can_shard(job, checked, plan)
             batch = checked.batch
-        profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=plan.recompute)
+        recompute = None if job.leaves_recompute_open else plan.recompute
+        profile = profile_job(job, workers=plan.world, graph=graph, shards=counts, recompute=recompute)
         profile = profile_with_memory(profile, memory_mib)
         if trial is not None:
             profile = replace(profile, most_stages=trial.most_stages)
@@ -165,14 +165,9 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
             plan = balance.plan
             if build is not None:
                 schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan))
-        why = ""
-        if job.leaves_zero_open:
-            plan, why = choose_zero_level(profile, plan, schedule or job.schedule_name, job.batching)
-        if job.leaves_gradients_open:
-            plan, line = choose_gradients_of_job(job, graph, profile, plan, build or job.schedule_name)
-            why = "\n".join(each for each in (why, line) if each)
-            if build is not None and plan.gradients == "scatter":
-                schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan))
+        plan, why = choose_what_is_open(job, graph, profile, plan, build or job.schedule_name)
+        if build is not None:
+            schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan))
         return ShownPlan(plan, job.schedule_name, profile, schedule, balance=balance, batch=batch, why=why)
     return ShownPlan(plan, job.schedule_name, profile, schedule, batch=batch)
 

@@ -234,6 +234,14 @@ def gather_ms(profile: ModelProfile, place: StagePlan) -> float:
     return profile.link.latency_ms + profile.link.ms(others)
 
 
+def first_gather_ms(profile: ModelProfile, place: StagePlan) -> float:
+    """Time in which a step waits for the first layer of a stage that gathers by layer: nothing computes before it."""
+    if place.gather_in_effect != "layer":
+        return 0.0
+    layers = (gather_ms(profile, replace(place, first=i, last=i + 1)) for i in range(place.first, place.last))
+    return next(filter(None, layers), 0.0)
+
+
 def ms_with_gathers(profile: ModelProfile, place: StagePlan, ms_of_layer: Mapping[int, float], *, backward: bool) -> float:
     """Time in which a stage that gathers by layer goes through layers, each of which arrives while the one before it computes,
     the first one while the worker computes something else. `ms_of_layer`: index of the layer -> its time alone."""

@@ -10,22 +10,29 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
 from raypar.plan.gradient_pool import GradientPool
 from raypar.planner.memory_sheet import memory_sheets
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.plan_search import ABOUT_AS_FAST, format_mib
+from raypar.planner.plan_search import format_mib
 from raypar.planner.predicted_step import MakeSchedule, predict_step
+from raypar.planner.ways_to_fit import ABOUT_AS_FAST
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule
 from raypar.schedule.program_assignment import check_programs_run
 
+MakePool = Callable[[ParallelPlan], GradientPool]
+"""Makes the memory of a stage for gradients that are on their way between replicas, for a plan."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """A plan with one of the ways, as predicted."""
+class PredictedPlan:
+    """A plan with what is predicted of it."""
 
     plan: ParallelPlan
     ms: float
+    """Its step."""
     largest_bytes: int
+    """The memory of its largest worker."""
 
     def fits(self, limit: int | None) -> bool:
+        """Whether no worker needs more than `limit` bytes; None: it is not known what there is."""
         return limit is None or self.largest_bytes <= limit
 
 
@@ -34,41 +41,34 @@ def choose_gradient_route(
     plan: ParallelPlan,
     schedule: str | MakeSchedule,
     microbatches: Microbatches,
-    pool: Callable[[ParallelPlan], GradientPool],
+    pool: MakePool,
     *,
     is_asked: bool = True,
-    zero_is_open: bool = False,
 ) -> tuple[ParallelPlan, str]:
     """The plan with gradients that are folded or scattered, and why, a line; empty where nobody has to be told.
 
     Folding is kept where it fits and is about as fast: it sends fewer bytes. `pool`: of a plan. `is_asked`: the job says that
-    it is to be chosen, so a line says what was; else one does where gradients are scattered. `zero_is_open`: the ZeRO stage may
-    be raised where nothing else fits.
+    it is to be chosen, so a line says what was; else one does where gradients are scattered.
     """
     folded, limit = plan.with_gradients("fold"), profile.memory_bytes
     if all(stage.replicas == 1 for stage in plan.stages):
         return folded, "plan.gradients=fold: no stage has replicas" if is_asked else ""
-    fold = _predicted(profile, folded, schedule, microbatches, pool)
+    fold = predict_plan(profile, folded, schedule, microbatches, pool)
     if fold is None or (not is_asked and fold.fits(limit) and _is_balanced(folded, microbatches)):
         return folded, ""
-    higher = [level for level in profile.zero_levels if zero_is_open and level > plan.most_zero]
-    ways = [plan, *(plan.with_zero(level) for level in higher)] if not fold.fits(limit) else [plan]
-    scatter = None
-    for way in ways:
-        scatter = _predicted(profile, way.with_gradients("scatter"), schedule, microbatches, pool)
-        if scatter is not None and scatter.fits(limit):
-            return _faster(fold, scatter, limit, is_asked=is_asked)
+    scatter = predict_plan(profile, plan.with_gradients("scatter"), schedule, microbatches, pool)
+    if scatter is not None and scatter.fits(limit):
+        return _faster(fold, scatter, limit, is_asked=is_asked)
     why = "with this schedule gradients cannot be scattered" if scatter is None else "scattered, they do not fit either"
     return folded, f"plan.gradients=fold: {why}" if is_asked else ""
 
 
-def _faster(fold: _Way, scatter: _Way, limit: int | None, *, is_asked: bool) -> tuple[ParallelPlan, str]:
+def _faster(fold: PredictedPlan, scatter: PredictedPlan, limit: int | None, *, is_asked: bool) -> tuple[ParallelPlan, str]:
     """The faster of the ways that fit, of which `scatter` is one, and a line."""
     if not fold.fits(limit):
         assert limit is not None
-        level = f" with plan.zero={scatter.plan.most_zero}" if scatter.plan.zero_levels != fold.plan.zero_levels else ""
         return scatter.plan, (
-            f"plan.gradients=scatter{level}, which fits: the largest worker needs {format_mib(scatter.largest_bytes)} "
+            f"plan.gradients=scatter, which fits: the largest worker needs {format_mib(scatter.largest_bytes)} "
             f"({format_mib(fold.largest_bytes)} with plan.gradients=fold), a worker has {format_mib(limit)}"
         )
     if scatter.ms * (1 + ABOUT_AS_FAST) < fold.ms:
@@ -77,13 +77,13 @@ def _faster(fold: _Way, scatter: _Way, limit: int | None, *, is_asked: bool) -> 
     return fold.plan, told if is_asked else ""
 
 
-def _predicted(
+def predict_plan(
     profile: ModelProfile,
     plan: ParallelPlan,
     schedule: str | MakeSchedule,
     microbatches: Microbatches,
-    pool: Callable[[ParallelPlan], GradientPool],
-) -> _Way | None:
+    pool: MakePool,
+) -> PredictedPlan | None:
     """The plan's step; None if the schedule does not run with it."""
     routing, crossing = MicrobatchRouting(plan, microbatches), profile.crossing(plan)
     try:
@@ -95,7 +95,8 @@ def _predicted(
         if plan.gradients == "scatter":
             check_programs_run(orders, routing, crossing, pool(plan))
         timeline, _ = predict_step(profile, plan, orders, microbatches)
-        return _Way(plan, timeline.makespan_ms, max(s.total for s in memory_sheets(profile, plan, orders, microbatches)))
+        largest = max(sheet.total for sheet in memory_sheets(profile, plan, orders, microbatches))
+        return PredictedPlan(plan, timeline.makespan_ms, largest)
     except RayparError:
         return None
 

@@ -227,7 +227,7 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
         elif not plan.most_zero:
             found.append(_Change(str(option), zero=option))
     if isinstance(schedule, str) and plan.gradients == "fold" and 2 in profile.zero_levels and _may_scatter(plan):
-        beside = "" if plan.most_zero > 1 else "plan.zero=2 with "
+        beside = "" if plan.most_zero > 1 else "plan.zero=2 and "
         found.append(_Change(f"{beside}plan.gradients=scatter", zero=ZeroOption(2) if beside else None, scatters=True))
     found += gathers
     if not profile.offloads_optimizer and profile.most_stages != 1:
@@ -235,9 +235,13 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
     return found
 
 
-def changes_beside_zero(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule) -> list[str]:
-    """What may make a plan need less memory in another way than by dividing state, those that cost least first."""
-    return [change.text for change in _changes(profile, plan, schedule) if change.zero is None and not change.scatters]
+def changes_beside_zero(
+    profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, *, may_recompute: bool = True
+) -> list[str]:
+    """What may make a plan need less memory in another way than by dividing state, those that cost least first.
+    `may_recompute`: whether to recompute is one; it is none where that was tried."""
+    changes = [each for each in _changes(profile, plan, schedule) if each.zero is None and not each.scatters]
+    return [each.text for each in changes if may_recompute or each.recompute is None]
 
 
 def _is_shorter(span: GatherSpan, stage: StagePlan) -> bool:
@@ -286,12 +290,12 @@ def _changes_that_fit(
         most = largest_worker_bytes(known, other, schedule, microbatches)
         if most is not None and most < limit:
             found = True
-            yield f"{' with '.join(change.text for change in each)} ({format_mib(most)} a worker, the same results)"
+            yield f"{' and '.join(change.text for change in each)} ({format_mib(most)} a worker, the same results)"
     for each in [(), *((change,) for change in changes), *several]:
         if found and each:
             return
         known, other = _changed(profile, plan, each)
-        beside = "".join(f" with {change.text}" for change in each)
+        beside = f" with {' and '.join(change.text for change in each)}" if each else ""
         for way in _other_changes_that_fit(known, other, schedule, microbatches, limit, beside):
             found = True
             yield way

@@ -18,7 +18,8 @@ from raypar.planner.candidate_plans import PlanCandidate, enumerate_candidates
 from raypar.planner.model_profile import ModelProfile
 from raypar.planner.predicted_step import MakeSchedule, predict_step, simulation_costs
 from raypar.planner.stage_balance import StageBalance, find_balanced_stages
-from raypar.planner.zero_options import ZeroOption, zero_options
+from raypar.planner.ways_to_fit import ABOUT_AS_FAST, cheapest_of_fastest, ways_to_fit
+from raypar.planner.zero_options import ZeroOption
 from raypar.schedule import registry
 from raypar.schedule.instructions import Schedule, splits_backward
 from raypar.schedule.step_timeline import Timeline
@@ -27,8 +28,6 @@ BALANCED_CANDIDATES = 3
 """Number of candidates, the fastest ones, whose split points are chosen by simulation (`balance_stages`)."""
 OFFLOAD_CANDIDATES = 12
 """Of how many plans that do not fit, the smallest ones, it is tried whether they would with activations in files."""
-ABOUT_AS_FAST = 0.03
-"""Predictions that differ by no more than this share are of equal worth: measured steps differ by more from run to run."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,10 @@ def search_plans(
     `virtual_shards` on which they depend in its place: then with `shards` 0 any divisor of these is tried. Every plan has the
     ZeRO stage `zero` (None: what costs least time of all with which it fits), gathers parameters for a `gather`, offloads the
     activations of the layers with the indices `offload`, and recomputes those with the indices `recompute`; one that does not
-    fit recomputes all layers that can be (`profile.recomputable`), if no way to divide state makes it fit in less time. Of the
-    plans that are about as fast as the fastest (`ABOUT_AS_FAST`) the one with the fewest workers wins, then with the fewest
-    stages, then the faster. A candidate whose busiest worker alone computes longer than that is not simulated, unless it has
-    one stage and one or two replicas, which people compare others with.
+    fit divides state, scatters gradients, where these are open, or recomputes all layers that can be (`profile.recomputable`),
+    whatever makes it fit in the least time. Of the plans that are about as fast as the fastest (`ABOUT_AS_FAST`) the one with
+    the fewest workers wins, then with the fewest stages, then the faster. A candidate whose busiest worker alone computes
+    longer than that is not simulated, unless it has one stage and one or two replicas, which people compare others with.
     """
     simulated: list[EvaluatedCandidate] = []
     ruled_out: list[EvaluatedCandidate] = []
@@ -170,32 +169,27 @@ def _offload_advice(profile: ModelProfile, ruled_out: Collection[EvaluatedCandid
 def _evaluated_within_memory(
     profile: ModelProfile, candidate: PlanCandidate, microbatches: Microbatches, *, zero_is_open: bool
 ) -> EvaluatedCandidate:
-    """The candidate; if it does not fit into a worker's memory, the fastest that fits of those with another division of state,
-    if that is open, and with all layers recomputed that can be; if none of these, of those that scatter gradients besides, if
-    that is open; if none fits, the one that needs least."""
+    """The candidate; if it does not fit into a worker's memory, what costs least time of all that fits with another division of
+    state and scattered gradients, where these are open, and with all layers recomputed that can be; if none fits, what needs
+    least."""
     given = evaluate_candidate(profile, candidate, microbatches)
-    limit, plan = profile.memory_bytes, candidate.plan
+    limit = profile.memory_bytes
     if limit is None or (given.memory_bytes or 0) <= limit:
         return given
-    more = tuple(sorted({*plan.recompute, *profile.recomputable}.difference(plan.offload)))
-    zeros = {plan: "", **{each.of(plan): str(each) for each in zero_options(profile, plan) if zero_is_open}}
-    others = [replace(each, recompute=recompute) for recompute in dict.fromkeys((plan.recompute, more)) for each in zeros]
-    tried = [given, *(evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in others[1:])]
-    fit = [verdict for verdict in tried if (verdict.memory_bytes or 0) <= limit]
-    if not fit and profile.scatter_is_open and max(stage.replicas for stage in plan.stages) > 1:
-        plans = [each.with_gradients("scatter") for each in others]
-        tried += [evaluate_candidate(profile, replace(candidate, plan=each), microbatches) for each in plans]
-        fit = [verdict for verdict in tried if (verdict.memory_bytes or 0) <= limit]
-    best = min(fit, key=_order) if fit else min(tried, key=lambda verdict: verdict.memory_bytes or 0)
-    if best is given:
-        return given
-    took = best.candidate.plan
-    changes = [
-        zeros[replace(took, recompute=plan.recompute, gradients=plan.gradients)],
-        "recomputation" if took.recompute != plan.recompute else "",
-        "plan.gradients=scatter" if took.gradients != plan.gradients else "",
-    ]
-    return replace(best, changed_for_memory=" and ".join(filter(None, changes)), bytes_without=given.memory_bytes)
+    ways = ways_to_fit(
+        profile,
+        candidate.plan,
+        zero_is_open=zero_is_open,
+        scatter_is_open=profile.scatter_is_open,
+        recompute_is_open=True,
+    )
+    tried = [(way, evaluate_candidate(profile, replace(candidate, plan=way.plan), microbatches)) for way in ways]
+    fit = [each for each in tried if (each[1].memory_bytes or 0) <= limit]
+    if fit:
+        way, best = cheapest_of_fastest(fit, lambda each: each[1].predicted_ms or 0.0)
+    else:
+        way, best = min(tried, key=lambda each: each[1].memory_bytes or 0)
+    return replace(best, changed_for_memory=str(way), bytes_without=given.memory_bytes) if way.changes else given
 
 
 def _balanced(profile: ModelProfile, verdict: EvaluatedCandidate, microbatches: Microbatches) -> EvaluatedCandidate:

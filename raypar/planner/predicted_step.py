@@ -12,6 +12,7 @@ from raypar.plan.gradient_exchange import buffer_elements
 from raypar.plan.ownership import SHARED_OUT_FROM, StateKind
 from raypar.planner.gathered_parameters import (
     bytes_that_travel_together,
+    first_gather_ms,
     gather_ms,
     gathered_bytes,
     ms_with_gathers,
@@ -78,7 +79,7 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
         latency_ms=factor * profile.link.latency_ms,
         bandwidth_bytes_per_ms=profile.link.bandwidth / factor,
         reduce_ms=tuple(
-            factor * (after_scatter_ms(s, p, profile.link) if scatters else reduction_ms(s, p, profile.link))
+            factor * ((after_scatter_ms if scatters else reduction_ms)(s, p, profile.link) + first_gather_ms(profile, p))
             for s, p in zip(stages, plan.stages, strict=True)
         ),
         scatter_ms=tuple(

@@ -22,7 +22,7 @@ class ZeroOption(NamedTuple):
         return plan.with_zero(self.level, holders).with_gather(self.gather)
 
     def __str__(self) -> str:
-        return f"plan.zero={self.level}" + f" with plan.gather={self.gather}" * (self.gather != "step")
+        return f"plan.zero={self.level}" + f" and plan.gather={self.gather}" * (self.gather != "step")
 
 
 WHOLE = ZeroOption(0)

@@ -450,7 +450,7 @@ def _reductions(
     rows: dict[int, list[TimelineSpan]], plan: ParallelPlan, costs: SimulationCosts
 ) -> list[tuple[TimelineSpan, tuple[int, ...]]]:
     """(span, ranks that take part) of each stage's reduction; those of one grid share links, so they follow each other."""
-    if not any(costs.reduce_ms):
+    if not any(costs.reduce_ms) and not any(costs.scatter_ms):
         return []
     ready: dict[int, float] = {}
     for row in rows.values():
@@ -461,7 +461,7 @@ def _reductions(
             stage, there = instruction.stage, end_ms
             if costs.scatter_ms and costs.scatter_ms[stage]:
                 there = scattered = max(scattered, there) + costs.scatter_ms[stage]
-            if costs.reduce_ms[stage]:
+            if costs.reduce_ms[stage] or there > end_ms:
                 ready[stage] = max(ready.get(stage, 0), there)
     found: list[tuple[TimelineSpan, tuple[int, ...]]] = []
     link_free: dict[int, float] = {}

@@ -10,16 +10,19 @@ from raypar.errors import PlanError
 from raypar.launch.plan_as_dict import plan_as_dict
 from raypar.model.layer_skeletons import LayerSize
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
+from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.ownership import Ownership
 from raypar.plan.stage_plan import GatherSpan
 from raypar.plan.state_bytes import StateBytes
+from raypar.planner.fit_to_memory import fit_to_memory
 from raypar.planner.gathered_parameters import GatherTraffic, gather_traffic
+from raypar.planner.gradient_route import predict_plan
 from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import plan_report, plan_report_as_dict
 from raypar.planner.plan_search import search_plans
 from raypar.planner.predicted_step import predict_step, simulation_costs
-from raypar.planner.zero_level import choose_zero_level
+from raypar.planner.ways_to_fit import ways_to_fit
 from raypar.schedule import registry
 from raypar.schedule.instructions import Gather, Schedule
 
@@ -204,7 +207,16 @@ def test_a_layer_arrives_while_the_one_before_it_computes():
 def test_parameters_that_come_again_are_no_part_of_the_reduction():
     profile, plan = profile_of([4, 4]), ParallelPlan.mesh(dp=2, layers=2)
     by_step, by_layer = (simulation_costs(profile, by(span, plan), split=False).reduce_ms for span in ("step", "layer"))
-    assert (by_step, by_layer) == ((8.0,), (4.0,))
+    assert (by_step, by_layer) == ((8.0,), (4.0 + 2.0,)), "but the first layer's, before which nothing computes"
+
+
+def test_a_step_ends_with_the_last_message_of_scattered_gradients():
+    """Where nothing comes after it: parameters come again before each use."""
+    plan = ParallelPlan.mesh(dp=2, pp=2, chunks=3, layers=6).with_zero(3).with_gather("microbatch")
+    slow = replace(profile_of([4] * 6), link=LinkProfile(0.0, MIB / 1000))
+    step, _ = predict_step(slow, plan.with_gradients("scatter"), "interleaved", Microbatches(8, 8))
+    scatter_ms = simulation_costs(slow, plan.with_gradients("scatter"), split=False).scatter_ms
+    assert step.makespan_ms > 4 * 3 * min(scatter_ms) > 0
 
 
 def test_the_predicted_step_has_gathers_by_microbatch():
@@ -222,11 +234,35 @@ def test_the_predicted_step_has_gathers_by_microbatch():
 # -- what auto takes --------------------------------------------------------------------------------------------------------
 
 
+def unused_pool(plan: ParallelPlan) -> GradientPool:
+    raise AssertionError("nothing is scattered")
+
+
 def chosen(memory: float, plan: ParallelPlan, schedule: str = "1f1b", sizes: Sequence[int] = (4,) * 12) -> tuple[str, str]:
     """(the chosen way, the line about it) for workers of so many MiB."""
     profile = replace(profile_of(sizes), memory_bytes=round(memory * MIB))
-    found, why = choose_zero_level(profile, plan, schedule, Microbatches(4, 4, 4))
+    found, why = fit_to_memory(profile, plan, schedule, Microbatches(4, 4, 4), unused_pool)
     return f"{found.most_zero} {found.gather_spans[0]}", why
+
+
+def test_auto_chooses_the_level_together_with_the_way_of_gradients_and_with_recomputation():
+    """Not of plans that fold alone: parameters would be gathered layer by layer, where less scatters and costs less."""
+    plan, batching = ParallelPlan.mesh(dp=4, layers=12), Microbatches(8, 8)
+    known = replace(profile_of([4] * 12), memory_bytes=160 * MIB, recomputable=tuple(range(12)))
+
+    def pool(of: ParallelPlan) -> GradientPool:
+        return GradientPool(8 << 20, known.state.outline, 4)
+
+    ways = ways_to_fit(known, plan, zero_is_open=True, scatter_is_open=True, recompute_is_open=True)
+    for link, fastest in ((1, "the fastest"), (100, "within 3 % of the fastest")):
+        profile = replace(known, link=LinkProfile(bandwidth=link * MIB))
+        predicted = {way.plan: predict_plan(profile, way.plan, "1f1b", batching, pool) for way in ways}
+        fit = [each.ms for each in predicted.values() if each.fits(160 * MIB)]
+        assert (len(predicted), len(fit)) == (16, 8)
+        found, why = fit_to_memory(profile, plan, "1f1b", batching, pool, scatter_is_open=True, recompute_is_open=True)
+        assert predicted[found].fits(160 * MIB) and predicted[found].ms <= 1.03 * min(fit)
+        assert why.startswith(f"plan.zero=1 and plan.gradients=scatter, predicted to be {fastest} of 8 ways that fit: "), why
+        assert "does not fit" not in why and "\n" not in why
 
 
 def test_auto_goes_from_level_to_level_and_then_gathers_by_layer():
@@ -236,7 +272,7 @@ def test_auto_goes_from_level_to_level_and_then_gathers_by_layer():
     assert chosen(150, plan)[0] == "1 step"
     which, why = chosen(110, plan)
     assert which == "3 layer"
-    assert why.startswith("plan.zero=3 with plan.gather=layer, the first that fits: the largest worker needs 92.0 MiB (")
+    assert why.startswith("plan.zero=3 and plan.gather=layer, the only way that fits: the largest worker needs 92.0 MiB (")
     assert "204.0 MiB with plan.zero=0, 132.0 MiB with plan.zero=1, 132.0 MiB with plan.zero=2)" in why
     which, why = chosen(50, plan)
     assert which == "3 layer" and "which needs least, and does not fit" in why
@@ -263,7 +299,7 @@ def test_the_planner_gathers_by_layer_where_a_plan_would_not_fit_and_says_so():
     assert one_stage.zero_levels == range(1), "couples parameters"
     choice = search_plans(replace(tight, link=LinkProfile(0.0, 1e12)), 4, batching, zero=None)
     texts = [v.changed_for_memory for v in choice.verdicts]
-    assert any("plan.zero=3 with plan.gather=layer" in text for text in texts), texts
+    assert any("plan.zero=3 and plan.gather=layer" in text for text in texts), texts
     assert {each["gather"] for each in plan_report_as_dict(choice)["candidates"]} == {"step", "layer"}
     fixed = search_plans(tight, 4, batching, zero=3, gather="layer")
     assert set(fixed.plan.gather_spans) == {"layer"} and "ZeRO 3 by layer" in plan_report(fixed)

@@ -12,7 +12,7 @@ from helpers.zero_layouts import small_pieces
 from raypar.errors import PlanError, ScheduleError
 from raypar.job import Job, PlanConfig
 from raypar.job.read_job import parse_job
-from raypar.launch.choose_plan import choose_gradients_of_job
+from raypar.launch.choose_plan import choose_what_is_open
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.gradient_traffic import gradient_traffic
@@ -66,14 +66,6 @@ def test_scatter_is_taken_where_it_alone_fits():
     assert chosen(plan, Microbatches(8, 8), memory=1 << 30, is_asked=False) == (plan, "")
 
 
-def test_a_level_that_is_open_is_raised_where_nothing_else_fits():
-    plan, batching = ParallelPlan.mesh(dp=4, layers=1), Microbatches(8, 8)
-    found, line = chosen(plan, batching, memory=10 << 20, zero_is_open=True)
-    assert (
-        found.gradients == "scatter" and found.most_zero > 0 and f" with plan.zero={found.most_zero}, which fits: " in line
-    ), line
-
-
 def test_fold_is_kept_where_neither_fits():
     plan = ParallelPlan.mesh(dp=4, layers=1)
     found, line = chosen(plan, Microbatches(8, 8), memory=1 << 20)
@@ -117,7 +109,7 @@ def test_the_key_says_whether_it_is_open_and_whether_somebody_asks():
     assert on_gpus.plan.given_gradients == "scatter", "where the job says so"
     assert not parse_job(text + "plan: {replicas: 2}\n    device: gpu").leaves_gradients_open
     assert PlanConfig.of_plan(ParallelPlan.mesh(dp=2, layers=2), "1f1b").gradients == "fold"
-    assert callable(choose_gradients_of_job)
+    assert callable(choose_what_is_open)
 
 
 NEEDS_ROOM = [

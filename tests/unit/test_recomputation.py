@@ -220,12 +220,12 @@ def test_the_picture_has_a_colour_and_a_legend_for_each():
 )
 def test_a_plan_section_takes_none_full_or_patterns(given, policy):
     job = load_job(QUICKSTART, [] if given is None else [f"plan.recompute={json.dumps(given)}"])
-    assert job.plan.recompute == policy
+    assert job.recompute == policy
 
 
 @pytest.mark.parametrize("given", ["ful", "block*", True, 3, [], [""], [1], {"block*": True}, None])
 def test_anything_else_is_refused_with_what_it_may_be(given):
-    with pytest.raises(ConfigError, match=r"recompute: expected none, full, or a list of patterns of layer names"):
+    with pytest.raises(ConfigError, match=r"recompute: expected none, full, auto, or a list of patterns of layer names"):
         load_job(QUICKSTART, [f"plan.recompute={json.dumps(given)}"])
 
 

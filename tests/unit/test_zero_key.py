@@ -11,15 +11,16 @@ from raypar.job import OptimizerConfig, PlanConfig
 from raypar.job.read_job import parse_job
 from raypar.launch.choose_plan import lines_about_zero
 from raypar.plan import Microbatches, ModelOutline, ParallelPlan, StagePlan
+from raypar.plan.gradient_pool import GradientPool
 from raypar.plan.ownership import Ownership
 from raypar.plan.placements import plan_for_fewer_workers
 from raypar.plan.state_bytes import StateBytes
-from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets, sheets_by_holders
+from raypar.planner.fit_to_memory import fit_to_memory
+from raypar.planner.memory_sheet import describe_changes_that_fit, largest_worker_bytes, memory_sheets, sheets_by_holders
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
 from raypar.planner.plan_report import plan_report, plan_report_as_dict, short_plan_report
 from raypar.planner.plan_search import search_plans
 from raypar.planner.predicted_step import predict_step, simulation_costs
-from raypar.planner.zero_level import choose_zero_level
 from raypar.record.stages_of_plan import plan_of_stages, stages_as_data
 from raypar.worker.step.optimizer_trial import try_optimizer
 
@@ -208,9 +209,9 @@ def test_a_stage_and_recomputation_are_named_together_where_neither_suffices():
     profile = replace(PROFILE, layers=(replace(PROFILE.layers[0], activation_bytes=8 * SIZE),), mirror=None)
     plan, batching = ParallelPlan.mesh(dp=2, layers=1), Microbatches(8, 2, 8)
     text = describe_changes_that_fit(profile, plan, "gpipe", batching, 21 * SIZE)
-    assert text.startswith("predicted to fit: plan.recompute=full with plan.zero=1 (80.0 MiB a worker, the same results)"), text
+    assert text.startswith("predicted to fit: plan.recompute=full and plan.zero=1 (80.0 MiB a worker, the same results)"), text
     text = describe_changes_that_fit(replace(profile, mirror="memory"), plan, "gpipe", batching, 21 * SIZE)
-    assert "elastic.mirror_in=FOLDER with plan.recompute=full with plan.zero=1 (80.0 MiB" in text
+    assert "elastic.mirror_in=FOLDER and plan.recompute=full and plan.zero=1 (80.0 MiB" in text
 
 
 def test_scattered_gradients_are_named_where_levels_alone_do_not_suffice():
@@ -220,39 +221,71 @@ def test_scattered_gradients_are_named_where_levels_alone_do_not_suffice():
     assert text.startswith("predicted to fit: plan.zero=1 (56.0 MiB"), text
     assert "scatter" not in text
     text = describe_changes_that_fit(known, plan, "1f1b", batching, 12 * SIZE)
-    assert text.startswith("predicted to fit: plan.zero=2 with plan.gradients=scatter ("), text
+    assert text.startswith("predicted to fit: plan.zero=2 and plan.gradients=scatter ("), text
     text = describe_changes_that_fit(known, plan.with_zero(2), "1f1b", batching, 12 * SIZE)
     assert text.startswith("predicted to fit: plan.gradients=scatter ("), text
 
 
+def pool(plan: ParallelPlan) -> GradientPool:
+    """Room for all gradients."""
+    return GradientPool(8 << 20, PROFILE.state.outline, 4)
+
+
+def fitted(profile: ModelProfile, plan: ParallelPlan, **more: bool) -> tuple[ParallelPlan, str]:
+    """The plan with what is chosen of ZeRO stages below 3."""
+    batching = Microbatches(4, 4, 4)
+    return fit_to_memory(replace(profile, most_zero=2), plan, "1f1b", batching, pool, **more)
+
+
 @pytest.mark.parametrize("mib, level, line", [
-    (100, 0, "plan.zero=0, the first that fits: the largest worker needs 64.0 MiB, a worker has 100.0 MiB"),
+    (100, 0, "plan.zero=0, which fits: the largest worker needs 64.0 MiB, a worker has 100.0 MiB"),
     (
         50, 1,
-        "plan.zero=1, the first that fits: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a worker has 50.0 "
-        "MiB",
+        "plan.zero=1, predicted to be the fastest of 2 ways that fit: 28.2 ms a step (28.2 with plan.zero=2); the "
+        "largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a worker has 50.0 MiB",
     ),
     (
         30, 1,
-        "plan.zero=1, which needs least, and does not fit: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0), a "
-        "worker has 30.0 MiB; to try next: plan.recompute=full, then plan.activations_in=FOLDER, then plan.optimizer_in=FOLDER",
+        "plan.zero=1, which needs least, and does not fit: the largest worker needs 40.0 MiB (64.0 MiB with plan.zero=0, "
+        "40.0 MiB with plan.zero=2), a worker has 30.0 MiB; to try next: plan.recompute=full, then plan.activations_in=FOLDER, "
+        "then plan.optimizer_in=FOLDER",
     ),
 ])  # fmt: skip
 def test_auto_is_the_lowest_level_that_fits_and_says_why(mib, level, line):
-    profile = replace(PROFILE, memory_bytes=mib << 20, most_zero=2)
-    plan, why = choose_zero_level(profile, ParallelPlan.mesh(dp=4, layers=1), "1f1b", Microbatches(4, 4, 4))
+    plan, why = fitted(replace(PROFILE, memory_bytes=mib << 20), ParallelPlan.mesh(dp=4, layers=1))
     assert (plan.zero_levels, why) == ((level,), line)
 
 
 def test_auto_divides_nothing_where_nothing_can_be_divided_or_nobody_knows_the_memory():
     def chosen(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, str]:
-        found, why = choose_zero_level(replace(profile, most_zero=2), plan, "1f1b", Microbatches(4, 4, 4))
+        found, why = fitted(profile, plan)
         return max(found.zero_levels), why
 
-    four, small = ParallelPlan.mesh(dp=4, layers=1), replace(PROFILE, memory_bytes=1)
+    four, small = ParallelPlan.mesh(dp=4, layers=1), replace(PROFILE, memory_bytes=1 << 30)
     assert chosen(small, ParallelPlan.mesh(layers=1)) == (0, "plan.zero=0: no stage has replicas to divide state")
     assert chosen(replace(small, most_stages=1), four) == (0, "plan.zero=0: the optimizer couples parameters")
     assert chosen(PROFILE, four) == (0, "plan.zero=0: it is not known how much memory a worker has")
+
+
+def test_what_was_tried_is_not_named_as_what_to_try_next():
+    layer = replace(PROFILE.layers[0], activation_bytes=4 << 20)
+    tight = replace(PROFILE, layers=(layer,), memory_bytes=36 << 20, recomputable=(0,))
+    _, why = fitted(tight, ParallelPlan.mesh(dp=4, layers=1), recompute_is_open=True)
+    assert "which needs least, and does not fit" in why and "plan.recompute=full, then" not in why
+
+
+def test_auto_recomputes_without_replicas():
+    kept = replace(PROFILE.layers[0], activation_bytes=8 * SIZE, output_bytes=SIZE)
+    profile = replace(PROFILE, layers=(kept, kept), state=None, memory_bytes=0, recomputable=(0, 1))
+    plan = ParallelPlan.mesh(layers=2)
+    whole, again = (
+        largest_worker_bytes(profile, replace(plan, recompute=r), "gpipe", Microbatches(4, 4, 4)) for r in ((), (0, 1))
+    )
+    assert again < whole
+    profile = replace(profile, memory_bytes=again)
+    found, why = fit_to_memory(profile, plan, "gpipe", Microbatches(4, 4, 4), pool, recompute_is_open=True)
+    assert found.recompute == (0, 1)
+    assert why.startswith("plan.zero=0 and plan.recompute=full, the only way that fits: the largest worker needs ")
 
 
 def test_auto_is_a_value_of_the_key_and_level_0_until_it_is_chosen():
@@ -260,6 +293,14 @@ def test_auto_is_a_value_of_the_key_and_level_0_until_it_is_chosen():
     assert config.zero == "auto" and config.to_plan(5).zero_levels == (0, 0) and config.to_plan(5).zero_holders == 2
     assert parse_job(JOB + "plan: {replicas: 2, zero: auto}").leaves_zero_open
     assert parse_job(JOB + "plan: auto").leaves_zero_open and not parse_job(JOB).leaves_zero_open
+
+
+def test_auto_leaves_recomputation_open_unless_the_job_says_which():
+    job = parse_job(JOB + "plan: {replicas: 2, zero: auto}")
+    assert job.leaves_recompute_open and job.plan.recompute == "auto" and job.recompute == "none"
+    assert parse_job(JOB + "plan: auto").leaves_recompute_open and not parse_job(JOB).leaves_recompute_open
+    for given in ("none", "full", "['a']"):
+        assert not parse_job(JOB + f"plan: {{replicas: 2, zero: auto, recompute: {given}}}").leaves_recompute_open
 
 
 def test_the_planner_divides_state_where_a_plan_would_not_fit_and_says_so():
