@@ -199,7 +199,8 @@ class LossCall:
         if count is None:
             samples = float(target.shape[0])
             return total * samples, samples
-        return total, count
+        # It is read at the end of the step. A view of a parameter may have no memory by then (`plan.zero: 3`).
+        return total, count.detach().clone() if isinstance(count, Tensor) else count
 
 
 def _check_total(total: Tensor | float, read: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from raypar.torch_compat.printing import print_tensors_without_memory
 from raypar.worker.stage.layer_tensors import StageTensors, memory_begin
 from raypar.worker.stage.tensors_without_memory import can_be_resized, has_memory
 from raypar.worker.step.owned_parameters import OwnedParameter
@@ -26,6 +27,7 @@ class GatheredMemory:
     def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter]) -> None:
         """Begins with the memory as `weights` have it: not there, or there and then new, so that nothing else refers to it.
         `owned`: of the stage; where the memory is there, views of its parameters."""
+        print_tensors_without_memory()
         kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
         names = [name for name, parameter in weights.parameters.items() if parameter.numel() and name not in kept]
         self._weights = weights

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raypar.plan.ownership import OwnedRun
+from raypar.torch_compat.printing import print_tensors_without_memory
 from raypar.worker.stage.layer_tensors import StageTensors, memory_begin
 from raypar.worker.stage.tensors_without_memory import can_be_resized, has_memory
 from raypar.worker.step.owned_parameters import OwnedParameter
@@ -42,6 +43,7 @@ class TransientParameters:
     def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter], there: BytesThere) -> None:
         """Begins with no memory but that of what is owned. `owned`: of the stage, views of its parameters if these have any;
         `there`: counts the bytes of all stages of the worker."""
+        print_tensors_without_memory()
         kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
         self._weights = weights
         self._runs: dict[str, list[OwnedParameter]] = {}
