@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
+from helpers.parity import Layout
+from helpers.shard_grid import SHALLOW, Cell, graph
+from helpers.virtual_shards import divided
+from helpers.zero_layouts import LayeredLayout, small_pieces
 from torch import Tensor, nn
 
-from raypar.errors import GroupAborted
+from raypar.comm.local_transport import LocalTransport
+from raypar.errors import CommError, GroupAborted
 from raypar.job.read_job import parse_job
 from raypar.plan import ParallelPlan
 from raypar.worker.run_in_one_process import OneProcessRun
@@ -107,3 +115,55 @@ def test_who_has_the_whole_vote_applies_the_step_whatever_ends_then(run, monkeyp
     run.step(0)
     after = run.cores[0].stages[0, 0].parameters["0.linear.weight"].detach()
     assert len(COMPUTED.done) == everything and not torch.equal(before, after)
+
+
+def of_layout(layout: Layout | Cell) -> OneProcessRun:
+    return OneProcessRun(layout.job, layout.plan, layout.schedule, graph=layout.graph)
+
+
+def in_virtual_shards() -> OneProcessRun:
+    """Two replicas, each of one worker that runs four virtual shards in turn."""
+    cell = Cell(SHALLOW, "1f1b", (2,), (1,), 4)
+    return OneProcessRun(cell.job, divided(cell.plan.with_virtual_shards(4), (4,)), "1f1b", graph=graph(SHALLOW))
+
+
+RUNS = {
+    "zb-v": partial(of_layout, Layout("tangled", "zb-v", (2, 2), 5)),
+    "interleaved": partial(of_layout, Layout("plain", "interleaved", (2, 2), 5, chunks=4)),
+    "gathered layer by layer": partial(of_layout, LayeredLayout("tangled", "1f1b", (3,), 7)),
+    "virtual shards": in_virtual_shards,
+    "recomputed on shards": partial(of_layout, Cell("gpt", "1f1b", (1, 1), (2, 2), 3, recompute=(1,))),
+}
+PLACES = 12
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_abort_ends_a_step_wherever_it_comes(kind, monkeypatch):
+    """At places all over the step, of every rank: in layers, in hooks of a backward pass, and where messages are posted."""
+    make: Callable[[], OneProcessRun] = RUNS[kind]
+    checks, check_alive = count(), LocalTransport.check_alive
+
+    def ending_at(place: int, transport: LocalTransport) -> None:
+        if next(checks) == place:
+            transport.abort("a newer generation begins")
+        check_alive(transport)
+
+    def ending_step(place: int) -> int:
+        """The number of checks in a step that ends at the one with this number."""
+        nonlocal checks
+        with make() as run:
+            checks = count()
+            monkeypatch.setattr(LocalTransport, "check_alive", lambda transport: ending_at(place, transport))
+            for core in run.cores:
+                for stage in core.stages.values():
+                    stage.hooks.check_alive = core.transport.check_alive
+            run.step(0)
+        return next(checks)
+
+    with small_pieces():
+        everywhere = ending_step(-1)
+        assert everywhere > PLACES
+        for number in range(PLACES):
+            with pytest.raises(CommError):  # the abort, or that a peer has left, where another rank sees that first
+                ending_step(number * (everywhere - 1) // (PLACES - 1))
