@@ -199,6 +199,7 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"activations lie in files (plan.activations_in): at most {in_files / 2**20:,.1f} MiB of a worker, no part of its "
             "memory"
         )
+    lines += found["about_offloading"]
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
     lines += gradient_lines(found)

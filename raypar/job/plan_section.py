@@ -204,8 +204,8 @@ class PlanConfig(Section):
     `activations_in` all layers that are not recomputed, without it none."""
     activations_in: Annotated[PathText | None, WORKERS] = None
     """A folder on a local disk of each worker, to whose files the activations of layers are written after the forward, and from
-    which they are read before the backward; None: they lie in memory. The files are gone when the worker ends. Results do not
-    depend on it."""
+    which the backward reads them, one layer ahead; None: they lie in memory. The files are gone when the worker ends. Results
+    do not depend on it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -103,6 +103,7 @@ def choose_plan(
     the name alone is not enough (a file, a warmup). `recompute`: layers of the given plan to recompute; `none`: those
     that the plan has itself. `balanced`: the plan gives no split points, so measured times decide them.
     """
+    from raypar.planner.offload_advice import lines_about_activations
     from raypar.planner.plan_report import stage_balance_text
     from raypar.planner.plan_search import balance_stages
     from raypar.planner.predicted_step import predict_step
@@ -136,7 +137,7 @@ def choose_plan(
     warnings += (
         *lines_about_zero(fixed, spec),
         *lines_about_gather(fixed),
-        *lines_about_activations(made, memory),
+        *lines_about_activations(profile, fixed, made, spec.batching, memory),
         *check_memory(profile, fixed, by_name, spec, memory),
     )
     return ChosenPlan(fixed, schedule, made, timeline, profile, "\n".join(why), balance, memory, warnings)
@@ -217,19 +218,6 @@ def check_memory(
     if spec.worker_memory_bytes is not None:
         raise PlanError(f"{what}; placement.worker_memory_mib is {spec.placement.worker_memory_mib:,g}", cure=advice)
     return (f"{what}; each worker's part of this machine's free memory is {format_mib(limit)}\n  cure: {advice}",)
-
-
-def lines_about_activations(schedule: Schedule, memory: Sequence[MemorySheet]) -> tuple[str, ...]:
-    """A line for a plan that offloads activations of which none are large enough; none otherwise. `memory`: its sheets."""
-    from raypar.plan.offloading import SMALLEST_OFFLOADED_BYTES
-    from raypar.schedule.offloading import has_offloading
-
-    if not memory or not any(map(has_offloading, schedule)) or any(sheet.activation_files for sheet in memory):
-        return ()
-    return (
-        f"plan.activations_in offloads memory of {SMALLEST_OFFLOADED_BYTES >> 10} KiB or more, and no layer keeps so much of a "
-        "microbatch in one piece that no other layer keeps: nothing is offloaded\n  cure: leave plan.activations_in out",
-    )
 
 
 def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:

@@ -129,6 +129,7 @@ def prediction_as_dict(
 ) -> dict[str, Any]:
     """The predicted step of a plan and its memory as data. `schedule`: its name, or its `orders`."""
     from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets, sheets_by_holders
+    from raypar.planner.offload_advice import lines_about_activations
     from raypar.planner.plan_report import processors_of_prediction
     from raypar.planner.predicted_step import predict_step
 
@@ -140,6 +141,7 @@ def prediction_as_dict(
         "memory_sheet": [sheet.by_kind for sheet in sheets],
         "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
         "activation_file_bytes": [sheet.activation_files for sheet in sheets],
+        "about_offloading": list(lines_about_activations(profile, plan, orders, cut, sheets)),
         "optimizer_file_bytes": [sheet.optimizer_files for sheet in sheets],
         "gathers": gathers_as_dicts(profile, plan, orders),
         "holders": [holders_as_dict(each) for each in sheets_by_holders(profile, plan, schedule, cut)],

@@ -17,7 +17,10 @@ HOST = "host"
 SMALLEST_OFFLOADED_BYTES = 16 << 10
 """Memory below this size is not offloaded: to write and read it would cost more calls than bytes."""
 MOST_UNWRITTEN_BYTES = 32 << 20
-"""How much a worker holds that is still to be written, unless one piece of memory alone is larger: then a forward waits."""
+"""How much a worker holds that is still to be written, unless one layer has less, or one piece of memory alone is larger; then
+a forward waits."""
+LAYERS_AT_A_TIME = 2
+"""Of so many offloaded layers a backward has the activations at once: of the one that computes, and of the next one."""
 
 
 def resolve_offloaded_layers(policy: OffloadPolicy, names: Sequence[str], recomputed: Collection[int] = ()) -> tuple[int, ...]:

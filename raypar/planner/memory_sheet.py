@@ -13,19 +13,19 @@ from raypar.plan.stage_plan import GATHER_SPANS, GatherSpan
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.gathered_parameters import gathered_bytes
 from raypar.planner.model_profile import MirrorPlace, ModelProfile
+from raypar.planner.offloaded_activations import file_bytes, unwritten_limits
 from raypar.planner.plan_search import format_mib
 from raypar.planner.predicted_step import (
     bucket_bytes,
     gather_bytes,
     kept_bytes_by_kind,
     mirror_bytes,
-    offload_bytes,
     offloaded_bytes,
     state_bytes,
 )
 from raypar.planner.zero_options import ZeroOption, zero_options
 from raypar.schedule import registry
-from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, RESIDENT, STASH, Schedule
+from raypar.schedule.instructions import ACTIVATIONS, FETCHED, KEPT_INPUTS, RESIDENT, STASH, WRITTEN, Schedule
 from raypar.schedule.step_timeline import peak_kept_bytes
 
 BUCKETS = "buckets"
@@ -48,6 +48,7 @@ KEPT_NOUNS: dict[str, str] = {
     ACTIVATIONS: "activations",
     KEPT_INPUTS: "inputs of recomputed layers",
     RESIDENT: "activations beside offloaded ones",
+    FETCHED: "activations that a backward reads",
     STASH: "stash for weight gradients",
 }
 """Kind of memory beside the state -> its name in sheets."""
@@ -74,7 +75,7 @@ class MemorySheet:
     optimizer_files: int = 0
     """State of the optimizer, masters and averages that lie in files; they are no part of the memory."""
     unwritten: int = 0
-    """Offloaded activations that are on their way to files, at most."""
+    """Offloaded activations that are on their way to files at that moment."""
     activation_files: int = 0
     """Offloaded activations that lie in files, at most; they are no part of the memory."""
 
@@ -112,8 +113,9 @@ def memory_sheets(
     crossing = profile.crossing(plan)
     orders = registry.build_schedule(schedule, routing, connections=crossing) if isinstance(schedule, str) else schedule
     sizes = kept_bytes_by_kind(profile, routing, orders)
-    kept = [peak_kept_bytes(order, sizes) for order in orders]
+    kept = [peak_kept_bytes(order, sizes, unwritten_limits(profile, plan) if plan.offload else ()) for order in orders]
     state = state_bytes(profile, routing, orders, [sum(peak.values()) for peak in kept])
+    unwritten = [peak.pop(WRITTEN, 0) for peak in kept]
     beside = zip(
         kept,
         bucket_bytes(profile, routing),
@@ -121,7 +123,8 @@ def memory_sheets(
         gathered_bytes(profile, plan, orders),
         *mirror_bytes(profile, plan),
         offloaded_bytes(profile, plan),
-        *offload_bytes(profile, routing, orders),
+        unwritten,
+        file_bytes(profile, routing, orders),
         strict=True,
     )
     return tuple(

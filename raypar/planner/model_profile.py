@@ -16,7 +16,7 @@ from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge,
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import owner_of
 from raypar.plan.state_bytes import StateBytes
-from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, RESIDENT, STASH
+from raypar.schedule.instructions import ACTIVATIONS, FETCHED, KEPT_INPUTS, RESIDENT, STASH, WHOLE, WRITTEN
 
 MirrorPlace = Literal["memory", "files"]
 """Where the mirror's copies lie: in workers' memory, or in files, which the system may write out."""
@@ -84,11 +84,66 @@ class KeptStorages:
             found[RESIDENT] = self._bytes(left)
         return found
 
+    def bytes_when_offloaded(
+        self, first: int, last: int, recomputed: Collection[int], offloaded: Collection[int], *, split: bool
+    ) -> dict[str, int]:
+        """The same of a microbatch of which activations are offloaded: what was read when its backward begins, and inside it.
+
+        `split`: whether its backward is, so that what weight gradients need stays there.
+        """
+        here = range(first, last)
+        again = [i for i in here if i in recomputed]
+        inputs = {r.storage for i in again for r in self.layers[i].reads if r.producer not in again}
+        saved_again = {storage for i in again for storage in self.layers[i].saved}
+        received = self._received(here)
+        left = received.union(*(self._left_by(i, offloaded) for i in here if i not in recomputed))
+        base, beside = left | (saved_again & (inputs | received)), self._bytes(saved_again - inputs - received)
+        read = {s: ends for s, ends in self._offloaded(here, offloaded).items() if s not in base}
+        top = max(i for i in here if i in offloaded)
+        there = base | {s for s, (_, last_user) in read.items() if last_user == top}
+        at_begin = self._bytes(there) + beside
+        most = at_begin
+        for layer in here:
+            following = max((i for i in here if i in offloaded and i < layer), default=layer)
+            now = {s for s, (first_user, last_user) in read.items() if last_user >= following and first_user <= layer}
+            put_off = {s for i in here if split and i > layer for s in self.layers[i].stash}
+            most = max(most, self._bytes(base | now | put_off) + beside)
+        found = self.bytes_by_kind(first, last, recomputed, offloaded)
+        return {
+            **found,
+            ACTIVATIONS: at_begin,
+            KEPT_INPUTS: self._bytes(there | inputs | received),
+            FETCHED: most - at_begin,
+            WRITTEN: self.offloaded_bytes(first, last, offloaded),
+            WHOLE: found[ACTIVATIONS],
+        }
+
     def offloaded_bytes(self, first: int, last: int, offloaded: Collection[int]) -> int:
         """What a stage of layers [first, last) writes out of memory for a microbatch. `offloaded`: indices of such layers."""
+        return self._bytes(self._offloaded(range(first, last), offloaded))
+
+    def bytes_written_by_layer(self, first: int, last: int, offloaded: Collection[int]) -> dict[int, int]:
+        """Layer that is offloaded, first one first -> what is written as its forward leaves it."""
+        ends = self._offloaded(range(first, last), offloaded)
+        layers = [i for i in range(first, last) if i in offloaded]
+        return {i: self._bytes(s for s, (first_user, _) in ends.items() if first_user == i) for i in layers}
+
+    def bytes_read_by_layer(self, first: int, last: int, offloaded: Collection[int]) -> dict[int, int]:
+        """Layer that is offloaded, last one first -> what is read for its backward."""
         here = range(first, last)
-        saved = {storage for i in here if i in offloaded for storage in self.layers[i].saved}
-        return self._bytes(storage for storage in saved - self._received(here) if self._is_offloaded(storage))
+        kept = {s for i in here if i not in offloaded for s in self.layers[i].saved}
+        ends = {s: ends for s, ends in self._offloaded(here, offloaded).items() if s not in kept}
+        layers = [i for i in reversed(here) if i in offloaded]
+        return {i: self._bytes(s for s, (_, last_user) in ends.items() if last_user == i) for i in layers}
+
+    def _offloaded(self, here: range, offloaded: Collection[int]) -> dict[int, tuple[int, int]]:
+        """Storage that a stage of layers `here` writes out of memory -> the first and the last of its layers that save it."""
+        received, found = self._received(here), dict[int, tuple[int, int]]()
+        for i in here:
+            for storage in self.layers[i].saved if i in offloaded else ():
+                if storage not in received and self._is_offloaded(storage):
+                    found[storage] = found.get(storage, (i, i))[0], i
+        return found
 
     @property
     def largest_storage(self) -> int:
@@ -319,16 +374,22 @@ class ModelProfile:
         """Cache of `work_shares`."""
         return {}
 
-    def kept_bytes(self, plan: ParallelPlan, stage: int, samples: int, *, recompute: bool) -> dict[str, int]:
+    def kept_bytes(
+        self, plan: ParallelPlan, stage: int, samples: int, *, recompute: bool, offload: bool = False, split: bool = False
+    ) -> dict[str, int]:
         """Kind of kept memory -> bytes that one shard of a stage keeps for a microbatch of so many samples.
 
-        `recompute`: whether the stage runs a `CheckpointedForward`; else its recomputed layers keep everything too.
+        `recompute`: whether the stage runs a `CheckpointedForward`; else its recomputed layers keep everything too. `offload`:
+        whether it runs an `OffloadedForward`; `split`: whether the microbatch's backward is split then.
         """
         place, recomputed = plan.stages[stage], plan.recomputed_layers(stage) if recompute else ()
-        offloaded = plan.offloaded_layers(stage)
+        offloaded = plan.offloaded_layers(stage) if offload else ()
         if self.kept:
             near = min(self.kept, key=lambda kept: abs(kept.samples - samples))
-            found = near.bytes_by_kind(place.first, place.last, recomputed, offloaded)
+            if offloaded:
+                found = near.bytes_when_offloaded(place.first, place.last, recomputed, offloaded, split=split)
+            else:
+                found = near.bytes_by_kind(place.first, place.last, recomputed)
             if samples and near.samples != samples:
                 found = {kind: nbytes * samples // near.samples for kind, nbytes in found.items()}
         else:
@@ -345,6 +406,26 @@ class ModelProfile:
         near = min(self.kept, key=lambda kept: abs(kept.samples - samples)) if samples else self.kept[0]
         found = near.offloaded_bytes(place.first, place.last, offloaded)
         return self._on_fullest_shard(found * samples // near.samples if samples else found, place)
+
+    def bytes_written_by_layer(self, plan: ParallelPlan, stage: int) -> dict[int, int]:
+        """Layer of a stage that is offloaded, first one first -> what one shard writes of the largest microbatch as its
+        forward leaves it."""
+        place, offloaded = plan.stages[stage], plan.offloaded_layers(stage)
+        if self.kept:
+            largest = max(self.kept, key=lambda kept: kept.samples)
+            found = largest.bytes_written_by_layer(place.first, place.last, offloaded)
+        else:
+            found = {i: self.layers[i].activation_bytes for i in offloaded}
+        return {layer: self._on_fullest_shard(nbytes, place) for layer, nbytes in found.items()}
+
+    def bytes_read_by_layer(self, plan: ParallelPlan, stage: int) -> dict[int, int]:
+        """Layer of a stage that is offloaded, last one first -> what one shard reads for its backward."""
+        place, offloaded = plan.stages[stage], plan.offloaded_layers(stage)
+        if self.kept:
+            found = self.kept[0].bytes_read_by_layer(place.first, place.last, offloaded)
+        else:
+            found = {i: self.layers[i].activation_bytes for i in reversed(offloaded)}
+        return {layer: self._on_fullest_shard(nbytes, place) for layer, nbytes in found.items()}
 
     def _on_fullest_shard(self, nbytes: int, place: StagePlan) -> int:
         """Bytes that one shard keeps where whole layers keep `nbytes`: an even part, or, if a shard has several virtual shards,
@@ -371,7 +452,10 @@ class ModelProfile:
         inputs = kept + sum(read.values())
         found = {ACTIVATIONS: every, KEPT_INPUTS: inputs, STASH: every}
         if offloaded:
-            found[RESIDENT] = inputs - sum(self.layers[i].activation_bytes for i in offloaded)
+            sizes = [self.layers[i].activation_bytes for i in reversed(offloaded)]
+            two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
+            found |= {ACTIVATIONS: every - sum(sizes[1:]), KEPT_INPUTS: inputs - sum(sizes[1:])}
+            found |= {RESIDENT: inputs - sum(sizes), FETCHED: two - sizes[0], WRITTEN: sum(sizes), WHOLE: every}
         return found
 
     @cached_property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan, offloading
+from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, StagePlan
 from raypar.plan.addition_tree import covering_nodes
 from raypar.plan.gradient_exchange import buffer_elements
 from raypar.plan.ownership import SHARED_OUT_FROM, StateKind
@@ -18,9 +18,21 @@ from raypar.planner.gathered_parameters import (
     ms_with_gathers,
 )
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
+from raypar.planner.offloaded_activations import offload_times, offloaded_keys, unwritten_limits
 from raypar.planner.open_gradient_sums import open_sums
 from raypar.schedule import registry
-from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, KEPT_SIZE, RESIDENT, Schedule, splits_backward
+from raypar.schedule.instructions import (
+    ACTIVATIONS,
+    FETCHED,
+    KEPT_INPUTS,
+    KEPT_SIZE,
+    RESIDENT,
+    STASH,
+    WHOLE,
+    WRITTEN,
+    Schedule,
+    splits_backward,
+)
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
 from raypar.schedule.step_timeline import KeptBytes, Timeline
 
@@ -57,8 +69,7 @@ def predict_step(
             timeline = simulate_schedule(orders, routing, crossing, slower)
     activations = timeline.peak_bytes or (0,) * plan.world
     gathers = (gather_bytes(profile, plan), gathered_bytes(profile, plan, orders))
-    unwritten = offload_bytes(profile, routing, orders).unwritten
-    beside = (bucket_bytes(profile, routing), *gathers, mirror_bytes(profile, plan).in_memory, unwritten)
+    beside = (bucket_bytes(profile, routing), *gathers, mirror_bytes(profile, plan).in_memory)
     state = state_bytes(profile, routing, orders, activations).values()
     return timeline, tuple(map(sum, zip(activations, *beside, *state, strict=True)))
 
@@ -72,6 +83,7 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
     scatters = plan.gradients == "scatter"
     optimizer_ms = max(sum(stages[s].optimizer_ms for s in plan.stages_of(rank)) for rank in range(plan.world))
     gathers_ms = [gather_ms(profile, p) if p.gather_in_effect == "microbatch" else 0.0 for p in plan.stages]
+    offload = offload_times(profile, plan, lambda layer: layer.input_ms if split else layer.backward_ms)
     return SimulationCosts(
         forward_ms=tuple(factor * s.forward_ms for s in stages),
         input_ms=tuple(factor * (s.input_ms if split else s.backward_ms) for s in stages),
@@ -89,7 +101,10 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
         step_ms=factor * (profile.step_ms + optimizer_ms),
         recompute_ms=tuple(factor * _recompute_ms(profile, plan, s) for s in range(len(stages))),
         gather_ms=tuple(factor * ms for ms in gathers_ms) if any(gathers_ms) else (),
-        offload_ms=_offload_ms(profile, plan),
+        offload_ms=offload.write_ms,
+        first_read_ms=offload.first_read_ms,
+        read_wait_ms=offload.wait_ms,
+        most_unwritten=unwritten_limits(profile, plan) if plan.offload else (),
     )
 
 
@@ -119,56 +134,24 @@ def _recompute_ms(profile: ModelProfile, plan: ParallelPlan, stage: int) -> floa
     return sum(alone.values())
 
 
-def _offload_ms(profile: ModelProfile, plan: ParallelPlan) -> tuple[float, ...]:
-    """By stage: writing the offloaded activations of one microbatch, or reading them; empty: it takes no time."""
-    sizes = [profile.offloaded_bytes(plan, stage) for stage in range(len(plan.stages))]
-    return tuple(nbytes / profile.offload_bandwidth for nbytes in sizes) if any(sizes) else ()
-
-
 def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> KeptBytes:
     """Kind of kept memory -> by stage and microbatch, bytes that one shard of the stage keeps under this schedule."""
     cut, stages = routing.microbatches, range(len(routing.plan.stages))
     checkpointed = {(i.stage, i.microbatch) for order in orders for i in order if KEPT_INPUTS in i.allocates}
-    found = {
-        (s, size, again): profile.kept_bytes(routing.plan, s, size, recompute=again)
-        for s in stages
-        for size in {len(cut.samples(m)) for m in range(cut.count)}
-        for again in (False, True)
-    }
-    kinds = [kind for kind in KEPT_SIZE if kind != RESIDENT or routing.plan.offload]
-    return {
-        kind: [[found[s, len(cut.samples(m)), (s, m) in checkpointed].get(kind, 0) for m in range(cut.count)] for s in stages]
-        for kind in kinds
-    }
+    split = {(i.stage, i.microbatch) for order in orders for i in order if STASH in i.allocates}
+    offloaded = offloaded_keys(orders)
+    known: dict[tuple[int, int, bool, bool, bool], dict[str, int]] = {}
 
+    def sizes(s: int, m: int) -> dict[str, int]:
+        key = (s, len(cut.samples(m)), (s, m) in checkpointed, (s, m) in offloaded, (s, m) in split)
+        if key not in known:
+            known[key] = profile.kept_bytes(routing.plan, *key[:2], recompute=key[2], offload=key[3], split=key[4])
+            known[key].setdefault(WHOLE, known[key][ACTIVATIONS])
+        return known[key]
 
-class OffloadBytes(NamedTuple):
-    """What offloaded activations take beside what is kept of them, by rank."""
-
-    unwritten: tuple[int, ...]
-    """In memory, on their way to the files."""
-    in_files: tuple[int, ...]
-    """In files, whose pages the system may write out."""
-
-
-def offload_bytes(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> OffloadBytes:
-    """Bytes of offloaded activations when they are most: of the microbatches between the forward that writes them and the
-    backward."""
-    plan, found = routing.plan, list[int]()
-    for order in orders if plan.offload else ():
-        there: dict[tuple[int, int], int] = {}
-        most = 0
-        for i in order:
-            if RESIDENT in i.allocates:
-                samples = len(routing.microbatches.samples(i.microbatch))
-                there[i.stage, i.microbatch] = profile.offloaded_bytes(plan, i.stage, samples)
-                most = max(most, sum(there.values()))
-            elif ACTIVATIONS in i.frees:
-                there.pop((i.stage, i.microbatch), None)
-        found.append(most)
-    limit = max([offloading.MOST_UNWRITTEN_BYTES, *(kept.largest_storage for kept in profile.kept)])
-    in_files = tuple(found or [0] * plan.world)
-    return OffloadBytes(tuple(min(limit, nbytes) for nbytes in in_files), in_files)
+    of_offloading = (RESIDENT, FETCHED, WRITTEN, WHOLE)
+    kinds = [kind for kind in (*KEPT_SIZE, WRITTEN, WHOLE) if kind not in of_offloading or routing.plan.offload]
+    return {kind: [[sizes(s, m).get(kind, 0) for m in range(cut.count)] for s in stages] for kind in kinds}
 
 
 def reduction_ms(stage: LayerProfile, place: StagePlan, link: LinkProfile) -> float:

@@ -36,14 +36,19 @@ WEIGHT_GRADIENTS: Final = "weight gradients"
 ACTIVATIONS: Final = "activations"
 KEPT_INPUTS: Final = "kept inputs"
 RESIDENT: Final = "resident"
+FETCHED: Final = "fetched"
 STASH: Final = "stash"
+# Sizes of a microbatch of which activations are offloaded, beside those of the memory that is kept.
+WRITTEN: Final = "written"
+WHOLE: Final = "whole"
 
-KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, RESIDENT: 0, STASH: 1}
+KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, RESIDENT: 0, FETCHED: 0, STASH: 1}
 """Kind of kept memory -> its size, in activations of one microbatch, where no bytes are known.
 
 The stash, which a split backward pass keeps for the weight gradients, is as large as all that the forward has saved; to compute
 activations again does not make it smaller. Kept inputs of recomputed layers, and what is resident of offloaded ones, are small
-beside activations, and count 0.
+beside activations, and count 0. `FETCHED` is there inside a backward alone: what that reads of offloaded activations, beside
+what was there when it began (`ACTIVATIONS`).
 """
 
 
@@ -171,10 +176,9 @@ class Recompute(Compute):
 
 @dataclass(frozen=True, slots=True)
 class OffloadedForward(Compute):
-    """Run the stage on one microbatch. The activations of its offloaded layers are written out of memory, in the background;
-    those of its recomputed layers are dropped.
+    """Run the stage on one microbatch. The activations of its offloaded layers are written out of memory, in the background.
 
-    Offloading (Rhu et al. 2016, arXiv:1602.08124); `offloading.py` replaces `Forward` and `CheckpointedForward` by it.
+    Offloading (Rhu et al. 2016, arXiv:1602.08124); `offloading.py` replaces `Forward` by it.
     """
 
     letter = "U"
@@ -188,8 +192,23 @@ class OffloadedForward(Compute):
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadedCheckpointedForward(Compute):
+    """Both: activations of offloaded layers are written out of memory, those of recomputed layers are dropped."""
+
+    letter = "J"
+    cost = ("forward",)
+    needs = (VALUES,)
+    makes = (VALUES,)
+    allocates = (RESIDENT,)
+    frees = ()
+    transfer = "write"
+    drawing = DrawingStyle("#86CBD4", "forward, activations offloaded or dropped (J)", "offloaded checkpointed forward")
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch(Compute):
-    """Begin to read the offloaded activations of one microbatch; the backward waits for them."""
+    """Begin to read what the backward of one microbatch needs first of its offloaded activations. The backward waits for it,
+    and reads the rest itself, one layer ahead."""
 
     letter = "H"
     cost = ()
@@ -203,7 +222,7 @@ class Fetch(Compute):
 
 @dataclass(frozen=True, slots=True)
 class FetchKeptInputs(Compute):
-    """As `Fetch`, of a stage that has recomputed layers, too: what these read is there, and `Recompute` follows."""
+    """As `Fetch`, after an `OffloadedCheckpointedForward`: what recomputed layers read is there, and `Recompute` follows."""
 
     letter = "K"
     cost = ()
@@ -473,6 +492,7 @@ INSTRUCTIONS: dict[str, type[Instruction]] = {
         CheckpointedForward,
         Recompute,
         OffloadedForward,
+        OffloadedCheckpointedForward,
         Fetch,
         FetchKeptInputs,
         Backward,

@@ -21,11 +21,13 @@ from raypar.schedule.data_flow import DataFlow, message_ends
 from raypar.schedule.gathering import has_gathers, insert_gathers
 from raypar.schedule.instructions import (
     ACTIVATIONS,
+    FETCHED,
     INPUT_GRADIENTS,
     KEPT_INPUTS,
     RESIDENT,
     VALUES,
     WEIGHT_GRADIENTS,
+    WHOLE,
     Communication,
     Compute,
     Cost,
@@ -84,7 +86,13 @@ class SimulationCosts:
     """One gather of a stage's parameters beside compute, where these come and go by microbatch; the gathers of a worker follow
     each other. Empty: no time."""
     offload_ms: tuple[float, ...] = ()
-    """Writing the offloaded activations of one microbatch, or reading them, beside compute; empty: no time."""
+    """Writing the offloaded activations of one microbatch beside compute; empty: no time."""
+    first_read_ms: tuple[float, ...] = ()
+    """Reading what its backward needs first of them, beside compute; empty: as long as writing all."""
+    read_wait_ms: tuple[float, ...] = ()
+    """How long its backward waits for the rest, which it reads layer by layer; empty: no time."""
+    most_unwritten: tuple[int, ...] = ()
+    """Bytes of offloaded activations that may wait to be written; empty: none do."""
     nodes: tuple[int, ...] = ()
     """By rank: the number of its node, which decides which bundles are sent in parts (`plan/bundle_parts.py`); empty: none are.
     Those who receive parts gather them for one `latency_ms` more: the bytes of that stay inside a node."""
@@ -109,10 +117,15 @@ class SimulationCosts:
         """Kind of memory of which the plan keeps some in the place of activations -> by stage, its share of the activations of
         a microbatch; empty: not known."""
         found: dict[str, tuple[float, ...]] = {}
-        for kind, layers in ((KEPT_INPUTS, plan.recompute), (RESIDENT, plan.offload)):
-            if self.kept_bytes is not None and layers and kind in self.kept_bytes:
-                pairs = zip(self.kept_bytes[kind], self.kept_bytes[ACTIVATIONS], strict=True)
-                found[kind] = tuple(sum(kept) / (sum(whole) or 1) for kept, whole in pairs)
+        if self.kept_bytes is None:
+            return found
+        whole = [sum(sizes) or 1 for sizes in self.kept_bytes.get(WHOLE, self.kept_bytes[ACTIVATIONS])]
+        for kind, layers in ((KEPT_INPUTS, plan.recompute), (RESIDENT, plan.offload), (FETCHED, plan.offload)):
+            if layers and kind in self.kept_bytes:
+                found[kind] = tuple(sum(kept) / of for kept, of in zip(self.kept_bytes[kind], whole, strict=True))
+        if FETCHED in found:
+            there = [sum(sizes) / of for sizes, of in zip(self.kept_bytes[ACTIVATIONS], whole, strict=True)]
+            found[FETCHED] = tuple(begin + more for begin, more in zip(there, found[FETCHED], strict=True))
         return found
 
 
@@ -151,7 +164,8 @@ def simulate_schedule(
     spans = {rank: tuple(row) for rank, row in rows.items()}
     sizes = costs.kept_bytes
     shares = costs.kept_shares(plan)
-    peak_kept = tuple(peak_kept_bytes(order, sizes) for order in schedule) if sizes is not None else None
+    unwritten = costs.most_unwritten
+    peak_kept = tuple(peak_kept_bytes(order, sizes, unwritten) for order in schedule) if sizes is not None else None
     return Timeline(
         spans=tuple(spans[rank] for rank in speaker),
         names=tuple(plan.coordinate(rank) for rank in range(plan.world)),
@@ -347,6 +361,8 @@ class _Simulation:
                         break
                     start = begin + overhead_ms
                     time = start + ms
+                    if offloads:
+                        time = self._read_inside(rank, instruction, start, time)
                     end = self._transfer(rank, instruction, time) if offloads else time
                     row.append(TimelineSpan(instruction, start, end))
                     for slot, consumers, messages in makes:
@@ -363,15 +379,28 @@ class _Simulation:
         return self.rows
 
     def _transfer(self, rank: int, instruction: Compute, now: float) -> float:
-        """Write or read offloaded activations, one after the other, beside what follows the instruction. Returns when it is
-        over: of a read, when all is there."""
+        """Write offloaded activations, or read the first of them, one after the other, beside what follows the instruction.
+        Returns when it is over: of a read, when all is there."""
         if not instruction.transfer:
             return now
-        end = self.transfers_end[rank] = max(now, self.transfers_end.get(rank, 0)) + self.costs.offload_ms[instruction.stage]
-        if instruction.transfer == "write":
+        writes = instruction.transfer == "write"
+        takes_ms = self.costs.offload_ms if writes else self.costs.first_read_ms or self.costs.offload_ms
+        end = self.transfers_end[rank] = max(now, self.transfers_end.get(rank, 0)) + takes_ms[instruction.stage]
+        if writes:
             return now
         self.read_at[rank, instruction.stage, instruction.microbatch] = end
         return end
+
+    def _read_inside(self, rank: int, instruction: Compute, start: float, end: float) -> float:
+        """When a backward is over that reads the rest of its activations itself; other instructions: `end`. The disk has then
+        read that beside what it has to write and read else."""
+        stage = instruction.stage
+        is_read = ACTIVATIONS in instruction.frees and (rank, stage, instruction.microbatch) in self.read_at
+        if not self.costs.first_read_ms or not is_read:
+            return end
+        rest_ms = self.costs.offload_ms[stage] - self.costs.first_read_ms[stage]
+        self.transfers_end[rank] = max(start, self.transfers_end.get(rank, 0)) + rest_ms
+        return max(end + self.costs.read_wait_ms[stage], self.transfers_end[rank] if rest_ms else end)
 
     def _read_before(self, rank: int, instruction: Compute, now: float) -> float:
         """When the activations that an instruction needs have been read, if they were offloaded; else now."""

@@ -10,10 +10,20 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from raypar.errors import ScheduleError
-from raypar.schedule.instructions import INSTRUCTIONS, Instruction, compute_instructions
+from raypar.schedule.instructions import (
+    ACTIVATIONS,
+    FETCHED,
+    INSTRUCTIONS,
+    RESIDENT,
+    WHOLE,
+    WRITTEN,
+    Instruction,
+    compute_instructions,
+)
 
 KeptBytes = Mapping[str, Sequence[Sequence[int]]]
-"""Kind of kept memory -> by stage and microbatch, its bytes."""
+"""Kind of kept memory -> by stage and microbatch, its bytes. Where activations are offloaded, `WRITTEN` has what is written of
+a microbatch, and `WHOLE` what all its activations take in memory."""
 
 _LABEL = re.compile(r"(\d*)([A-Z])(\d*)")
 
@@ -132,21 +142,47 @@ def peak_activation_memory(order: Sequence[Instruction], activation_bytes: Seque
     return int(_peak(order, activation_bytes))
 
 
-def peak_kept_bytes(order: Sequence[Instruction], sizes: KeptBytes) -> dict[str, int]:
-    """Kind of kept memory -> its bytes at the moment when one worker's order keeps the most, all kinds together."""
-    kept = dict.fromkeys(sizes, 0)
+def peak_kept_bytes(order: Sequence[Instruction], sizes: KeptBytes, most_unwritten: Sequence[int] = ()) -> dict[str, int]:
+    """Kind of kept memory -> its bytes at the moment when one worker's order keeps the most, all kinds together; `WRITTEN`:
+    offloaded activations that are still to be written then.
+
+    `most_unwritten`: by stage, how many bytes of them may be.
+    """
+    kept = {kind: 0 for kind in sizes if kind != WHOLE}
     peak, most = dict(kept), 0
+    away: dict[tuple[int, int], int] = {}
+    """(stage, microbatch) -> what of its offloaded activations is not read yet: in a file, or on its way to it."""
+    stages = {i.stage for i in compute_instructions(order)}
+    limit = max((most_unwritten[stage] for stage in stages), default=0) if most_unwritten else 0
+
+    def note() -> None:
+        nonlocal peak, most
+        if away or WRITTEN in kept:
+            kept[WRITTEN] = min(limit, sum(away.values()))
+        total = sum(kept.values())
+        if total > most:
+            peak, most = dict(kept), total
+
     for instruction in compute_instructions(order):
         if not instruction.allocates and not instruction.frees:
             continue
-        stage, microbatch = instruction.stage, instruction.microbatch
+        key = stage, microbatch = instruction.stage, instruction.microbatch
+        if key in away and ACTIVATIONS in instruction.frees:  # inside the backward, which reads the rest
+            kept[FETCHED] = sizes[FETCHED][stage][microbatch]
+            away[key] -= min(away[key], kept[FETCHED])
+            note()
+            kept[FETCHED] = 0
+            del away[key]
+        before = sum(kept.values())
         for kind in instruction.frees:
             kept[kind] -= sizes[kind][stage][microbatch]
         for kind in instruction.allocates:
             kept[kind] += sizes[kind][stage][microbatch]
-        total = sum(kept.values())
-        if total > most:
-            peak, most = dict(kept), total
+        if RESIDENT in instruction.allocates:
+            away[key] = sizes[WRITTEN][stage][microbatch]
+        elif RESIDENT in instruction.frees:
+            away[key] -= min(away[key], sum(kept.values()) - before)
+        note()
     return peak
 
 
@@ -155,10 +191,16 @@ def _peak(
 ) -> float:
     alive: float = 0
     peak: float = 0
+    offloaded: set[tuple[int, int]] = set()
     for instruction in compute_instructions(order):
         change: float = instruction.held_change
         for kind, by_stage in shares.items():
             change += by_stage[instruction.stage] * ((kind in instruction.allocates) - (kind in instruction.frees))
+        if RESIDENT in instruction.allocates:
+            offloaded.add((instruction.stage, instruction.microbatch))
+        elif FETCHED in shares and (instruction.stage, instruction.microbatch) in offloaded:
+            less = 1 - shares[FETCHED][instruction.stage]  # a backward has no more than two layers' at a time
+            change -= less * ((ACTIVATIONS in instruction.allocates) - (ACTIVATIONS in instruction.frees))
         if change:
             alive += change * size[instruction.stage]
             if alive > peak:

@@ -451,7 +451,8 @@ class StageBuilder:
                 )
             if self.activation_file is not None and (offloaded := plan.offloaded_layers(index)):
                 positions = tuple(layer - plan.stages[index].first for layer in offloaded)
-                stages[index, number].offload = StageOffload(positions, self.activation_file)
+                stages[index, number].offload = offload = StageOffload(positions, self.activation_file)
+                stages[index, number].hooks.when_left(offload.enter_backward)
             if index not in whole:
                 others = len(plan.stages[index].run_of(plan.role_in(rank, index).shard)) - 1
                 whole[index] = share_whole_layers(stages[index, number], others)

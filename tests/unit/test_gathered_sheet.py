@@ -314,7 +314,7 @@ def test_advice_names_it_where_levels_do_not_suffice():
     assert text.startswith("predicted to fit: plan.zero=1 (") and "gather" not in text
     text = describe_changes_that_fit(replace(profile, most_stages=1), plan, "1f1b", batching, 110 * MIB)
     assert "gather" not in text, "nothing can be divided"
-    text = describe_changes_that_fit(replace(profile, recomputable=()), plan.with_zero(3), "1f1b", batching, 90 * MIB)
+    text = describe_changes_that_fit(replace(profile, recomputable=()), plan.with_zero(3), "1f1b", batching, 80 * MIB)
     assert "plan.gather=layer" in text
     assert "plan.gather" not in describe_changes_that_fit(profile, by("layer", plan), "1f1b", batching, 60 * MIB)
 

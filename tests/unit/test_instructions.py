@@ -34,6 +34,7 @@ from raypar.schedule.instructions import (
     Forward,
     FreeActivations,
     Gather,
+    OffloadedCheckpointedForward,
     OffloadedForward,
     OptimizerStep,
     Recompute,
@@ -57,6 +58,7 @@ TABLE = [
     (CheckpointedForward, "C", "compute", ("forward",), (VALUES,), (VALUES,), (KEPT_INPUTS,), ()),
     (Recompute, "R", "compute", ("recompute",), (KEPT_INPUTS,), (), (ACTIVATIONS,), (KEPT_INPUTS,)),
     (OffloadedForward, "U", "compute", ("forward",), (VALUES,), (VALUES,), (RESIDENT,), ()),
+    (OffloadedCheckpointedForward, "J", "compute", ("forward",), (VALUES,), (VALUES,), (RESIDENT,), ()),
     (Fetch, "H", "compute", (), (RESIDENT,), (), (ACTIVATIONS,), (RESIDENT,)),
     (FetchKeptInputs, "K", "compute", (), (RESIDENT,), (), (KEPT_INPUTS,), (RESIDENT,)),
     (
@@ -95,6 +97,7 @@ COMPUTING = (
     CheckpointedForward,
     Recompute,
     OffloadedForward,
+    OffloadedCheckpointedForward,
     Fetch,
     FetchKeptInputs,
     Backward,
@@ -114,6 +117,7 @@ def test_what_computes_with_parameters_says_so_and_weight_gradients_do_not():
         CheckpointedForward,
         Recompute,
         OffloadedForward,
+        OffloadedCheckpointedForward,
         Backward,
         BackwardInput,
     }
@@ -142,7 +146,7 @@ def test_a_microbatch_leaves_nothing_behind_with_the_backward_whole_or_split():
         (Forward,),
         (CheckpointedForward, Recompute),
         (OffloadedForward, Fetch),
-        (OffloadedForward, FetchKeptInputs, Recompute),
+        (OffloadedCheckpointedForward, FetchKeptInputs, Recompute),
     )
     splits = (Backward,), (BackwardInput, BackwardWeight)
     for order in ((*forward, *split) for forward in ways for split in splits):

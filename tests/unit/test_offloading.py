@@ -12,12 +12,14 @@ from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConn
 from raypar.plan.offloading import resolve_offloaded_layers
 from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
 from raypar.planner.model_profile import KeptStorages, LayerProfile, LayerStorages, ModelProfile, ReadStorage
+from raypar.planner.offload_advice import lines_about_activations
+from raypar.planner.offloaded_activations import wait_for_reads
 from raypar.planner.plan_search import search_plans
 from raypar.planner.predicted_step import predict_step
 from raypar.schedule import registry
-from raypar.schedule.instructions import ACTIVATIONS, KEPT_INPUTS, RESIDENT
+from raypar.schedule.instructions import ACTIVATIONS, FETCHED, KEPT_INPUTS, RESIDENT
 from raypar.schedule.lower import lower_schedule
-from raypar.schedule.offloading import insert_offloading, stages_not_worth_offloading
+from raypar.schedule.offloading import insert_offloading, stages_not_worth_offloading, without_offloading
 from raypar.schedule.program_assignment import assign_programs_to_ranks
 from raypar.schedule.schedule_csv import format_schedule_csv, parse_schedule_csv
 from raypar.schedule.simulate import SimulationCosts, simulate_schedule
@@ -132,8 +134,17 @@ def test_a_fetch_stands_one_instruction_ahead_of_its_backward_and_what_would_be_
     assert stages_not_worth_offloading(orders_of("1f1b", full(3), 5), full(3)) == (2,)
 
 
+def test_a_stage_of_more_than_two_layers_offloads_also_where_a_backward_follows_its_forward_at_once():
+    assert grid("1f1b", full(1, layers=3), 3) == "U0 H0 B0 U1 H1 B1 U2 H2 B2"
+    assert grid("1f1b", full(1, layers=2), 3) == "F0 B0 F1 B1 F2 B2"
+    assert grid("1f1b", full(2, layers=6), 3) == "U0 H0 U1 B0 H1 U2 H2 B1 B2\nU0 H0 B0 U1 H1 B1 U2 H2 B2"
+    assert grid("1f1b", full(1, layers=5, recompute=(1, 2)), 2) == "U0 H0 B0 U1 H1 B1", "to recompute at once saves nothing"
+    orders = orders_of("zb-h1", full(2, layers=8, recompute=(1, 5)), 3)
+    assert without_offloading(orders) == orders_of("zb-h1", ParallelPlan.mesh(pp=2, layers=8, recompute=(1, 5)), 3)
+
+
 def test_where_layers_are_recomputed_too_their_inputs_are_there_before():
-    assert grid("gpipe", full(1, layers=2, recompute=(1,)), 4) == "U0 U1 U2 K0 U3 R0 K1 B0 R1 K2 B1 R2 K3 B2 R3 B3"
+    assert grid("gpipe", full(1, layers=2, recompute=(1,)), 4) == "J0 J1 J2 K0 J3 R0 K1 B0 R1 K2 B1 R2 K3 B2 R3 B3"
 
 
 def test_only_stages_with_offloaded_layers_have_it():
@@ -161,6 +172,9 @@ def test_a_users_schedule_may_say_itself_where_it_offloads():
     with pytest.raises(ScheduleError, match=r"worker 0 .*has 0U0, but plan.offload names no layer of stage 0") as error:
         assign_programs_to_ranks(own, ParallelPlan.mesh(), StageConnections.chain(1), Microbatches(2))
     assert "write 0F0 and leave 0H0 out" in error.value.cure
+    wrong = parse_schedule_csv("0U0,0F1,0K0,0R0,0B0,0B1\n")
+    with pytest.raises(ScheduleError, match=r"worker 0 .*has 0K0 after a forward that needs 0H0"):
+        assign_programs_to_ranks(wrong, full(1, layers=2, recompute=(1,)), StageConnections.chain(1), Microbatches(2))
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------------------
@@ -189,6 +203,67 @@ def test_writing_and_reading_go_on_beside_compute_and_a_backward_waits_for_what_
             reads[name[2]] = free = max(free, clock) + offload_ms
     assert found.makespan_ms == clock and len(ends) == 4
     assert found.busy_ms == (12,)
+
+
+def test_a_backward_that_reads_layer_by_layer_waits_for_what_is_read_more_slowly_than_it_computes():
+    """Layer 3 is there, 2 is read while 3 computes, and so on."""
+    reads, layers = {3: 9.0, 2: 1.0, 0: 5.0}, {3: 2.0, 2: 2.0, 1: 2.0, 0: 2.0}
+    assert wait_for_reads(reads, layers) == 1.0, "layer 0 is asked for when layer 2 begins"
+    assert wait_for_reads({3: 9.0, 2: 3.0, 1: 3.0, 0: 3.0}, layers) == 3.0
+    assert wait_for_reads({3: 9.0}, layers) == wait_for_reads({}, layers) == 0.0
+    costs = SimulationCosts((1,), (1,), (1,), offload_ms=(4,), first_read_ms=(1,), read_wait_ms=(3,))
+    found = simulate_schedule(
+        orders_of("1f1b", full(1, layers=3), 1),
+        MicrobatchRouting(full(1, layers=3), Microbatches(1)),
+        StageConnections.chain(1),
+        costs,
+    )
+    # U0 until 1, written until 5, H0 until 6, then B0: 2 ms and 3 that it waits, which is longer than the 3 ms of the reads
+    assert [(str(span.instruction), span.start_ms, span.end_ms) for span in found.spans[0]] == [
+        ("0U0", 0, 1), ("0H0", 1, 6), ("0B0", 6, 11)
+    ]  # fmt: skip
+
+
+def test_one_microbatch_of_one_stage_has_two_layers_of_six_at_a_time(monkeypatch):
+    monkeypatch.setattr(offloading, "MOST_UNWRITTEN_BYTES", MIB)
+    layer = LayerProfile("layer", 1.0, 2.0, 1.0, 1.0, activation_bytes=10 * MIB, output_bytes=10)
+    profile, plan = ModelProfile((layer,) * 6), full(1, layers=6)
+    (plain,), (sheet,) = (memory_sheets(profile, each, "1f1b", Microbatches(4)) for each in (ParallelPlan.mesh(layers=6), plan))
+    assert plain.kept[ACTIVATIONS] == 60 * MIB
+    assert (sheet.kept[ACTIVATIONS], sheet.kept[FETCHED], sheet.kept[RESIDENT]) == (10 * MIB, 10 * MIB, 0)
+    assert sheet.unwritten == MIB and sheet.activation_files == 60 * MIB
+    timeline, (total,) = predict_step(profile, plan, "1f1b", Microbatches(4))
+    assert total == sheet.total == 21 * MIB and timeline.peak_activations == (pytest.approx(1 / 3),)
+
+
+def test_offloading_is_never_predicted_to_take_more_than_it_saves():
+    """What is on its way to a file is in memory once, whoever reads it meanwhile."""
+    profile, cut = ModelProfile((LAYER,) * 3, kept=(KEPT,)), Microbatches(6, 6, 24)
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        for recompute in ((), (1,)):
+            plan = full(1, layers=3, recompute=recompute)
+            with_it, without = (memory_sheets(profile, each, schedule, cut)[0] for each in (plan, plan.with_offload(())))
+            assert with_it.total <= without.total, (schedule, recompute, with_it, without)
+
+
+def lines(plan: ParallelPlan, schedule: str, profile: ModelProfile, cut: Microbatches) -> tuple[str, ...]:
+    orders = registry.build_schedule(schedule, MicrobatchRouting(plan, cut))
+    return lines_about_activations(profile, plan, orders, cut, memory_sheets(profile, plan, orders, cut))
+
+
+def test_a_line_says_why_nothing_is_offloaded_and_another_where_no_memory_is_saved(monkeypatch):
+    profile, cut = ModelProfile((LAYER,) * 3, kept=(KEPT,)), Microbatches(6, 6, 24)
+    assert lines(full(1, layers=3), "gpipe", profile, cut) == lines(ParallelPlan.mesh(layers=3), "gpipe", profile, cut) == ()
+    (line,) = lines(ParallelPlan.mesh(layers=3).with_offload((1, 2)), "1f1b", profile, cut)
+    keep = "stage 0 keeps its activations in memory: each backward follows its forward at once"
+    assert line.startswith(f"plan.activations_in offloads nothing: {keep}") and line.endswith("leave plan.activations_in out")
+    monkeypatch.setattr(offloading, "SMALLEST_OFFLOADED_BYTES", 5 * MIB)
+    (line,) = lines(ParallelPlan.mesh(pp=2, layers=3, cuts=(2,), recompute=(1,)).with_offload((0, 2)), "zb-h1", profile, cut)
+    assert "offloads nothing: no offloaded layer of stage 0 keeps 5120 KiB or more of a microbatch in one piece" in line
+    assert "other layer keeps; stage 1 keeps its activations in memory: each backward follows its forward at once" in line
+    monkeypatch.undo()
+    (line,) = lines(full(2, layers=3), "1f1b", profile, cut)
+    assert line.startswith("plan.activations_in does not save worker 0 (stage 0, replica 0) any memory: predicted to hold ")
 
 
 def test_at_most_two_microbatches_are_there():
@@ -226,7 +301,8 @@ def test_the_sheet_has_what_stays_what_is_on_its_way_and_what_lies_in_files(monk
     (sheet,) = memory_sheets(profile, plan, "gpipe", cut)
     each = 100 + 14 * MIB
     assert plain.kept[ACTIVATIONS] == 6 * each and plain.activation_files == plain.unwritten == 0
-    assert (sheet.kept[ACTIVATIONS], sheet.kept[RESIDENT]) == (2 * each, 4 * 100)
+    top, below = 10 * MIB, 4 * MIB  # what the last layer saves; what is read while it computes
+    assert (sheet.kept[ACTIVATIONS], sheet.kept[FETCHED], sheet.kept[RESIDENT]) == (2 * (100 + top), below, 4 * 100)
     assert sheet.unwritten == 8 * MIB and sheet.activation_files == 6 * 14 * MIB
     assert "8.0 MiB of activations on their way to files" in str(sheet)
     assert sheet.total == max(predict_step(profile, plan, "gpipe", cut)[1])
@@ -237,7 +313,7 @@ def test_advice_names_files_for_activations_after_recomputation(monkeypatch):
     profile, cut = ModelProfile((LAYER,) * 3, kept=(KEPT,)), Microbatches(6, 6, 24)
     advice = describe_changes_that_fit(profile, ParallelPlan.mesh(layers=3), "gpipe", cut, 50 * MIB)
     assert advice.startswith("predicted to fit: plan.recompute=full (")
-    assert "; or plan.activations_in=FOLDER (33.0 MiB a worker, the same results)" in advice
+    assert "; or plan.activations_in=FOLDER (29.0 MiB a worker, the same results)" in advice
     with pytest.raises(PlanError, match="no plan for 1 worker fits") as error:
         search_plans(ModelProfile((LAYER,) * 3, kept=(KEPT,), memory_bytes=MIB), 1, cut)
     assert "plan.activations_in" not in error.value.cure

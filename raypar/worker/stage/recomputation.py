@@ -82,12 +82,12 @@ class SavedTensors:
         """Release the tensors."""
         self._tensors, self._versions = [], []
 
-    def offload(self, to: OffloadedActivations, stays: Collection[int]) -> None:
-        """Have the tensors written out of memory. `stays`: addresses of memory that is no activation. One that the layer itself
-        has written into since it was saved stays, too: autograd refuses it."""
+    def offload(self, to: OffloadedActivations, position: int, stays: Collection[int]) -> None:
+        """Have the tensors of the layer at `position` written out of memory. `stays`: addresses of memory that is no
+        activation. One that the layer itself has written into since it was saved stays, too: autograd refuses it."""
         for number, tensor in enumerate(self._tensors):
             if isinstance(tensor, Tensor) and tensor._version == self._versions[number]:
-                self._tensors[number] = to.take(tensor, stays) or tensor
+                self._tensors[number] = to.take(tensor, position, stays) or tensor
         self._of = to.what
 
     def refill(self, again: SavedTensors) -> None:

@@ -385,14 +385,24 @@ class Stage:
         return self._run_forward(microbatch, received, batch, self.recomputation)
 
     def offloaded_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        """As `checkpointed_forward`, but also begins to write the activations of each offloaded layer as soon as it has run.
+        """As `forward`, but begins to write the activations of each offloaded layer as soon as it has run.
 
-        `fetch` must run before the backward pass, and before `recompute` where there are recomputed layers.
+        `fetch` must run before the backward pass.
+        """
+        return self._run_forward(microbatch, received, batch, NO_RECOMPUTATION, self.offload)
+
+    def offloaded_checkpointed_forward(
+        self, microbatch: int, received: Mapping[str, Tensor], batch: Batch
+    ) -> dict[str, Tensor]:
+        """Both: it writes the activations of offloaded layers, and drops those of recomputed layers.
+
+        `fetch`, then `recompute` must run before the backward pass.
         """
         return self._run_forward(microbatch, received, batch, self.recomputation, self.offload)
 
     def fetch(self, microbatch: int) -> None:
-        """Begin to read what `offloaded_forward` has written. The backward pass waits for what it needs."""
+        """Begin to read what the backward pass needs first of all that `offloaded_forward` has written. It reads the rest
+        itself, layer by layer."""
         offloaded = self._live[microbatch].offloaded
         if offloaded is not None:
             offloaded.fetch()
@@ -424,7 +434,7 @@ class Stage:
             with layer.refusing_hooks(values) if layer.shared else contextlib.nullcontext():
                 outputs = self._call_layer("forward", position, forward_pass.with_saved_tensors(saved), given)
             if saved is not None and is_offloaded and live.offloaded is not None:
-                saved.offload(live.offloaded, self._memory_that_stays(position, values))
+                saved.offload(live.offloaded, position, self._memory_that_stays(position, values))
             else:
                 live.drop(saved)
             outputs = own_tensors(outputs, known if given is inputs else known.union(map(id, given)))
@@ -691,6 +701,8 @@ class Stage:
         """`closes`: the block that this pass closes, if finished gradients are to be handed over inside the pass."""
         self.hooks.begin(closes)
         self._begin_layers("backward")
+        if self.offload is not None:
+            self.offload.backward_of = self._live[microbatch].offloaded
         if self.gives is not None:
             self.gives.begin_backward(microbatch)
         try:
@@ -705,6 +717,8 @@ class Stage:
             raise self.coordinate.user_code_error("the backward pass", self.step, microbatch, error) from error
         finally:
             self.hooks.end()
+            if self.offload is not None:
+                self.offload.backward_of = None
             if self.gives is not None:
                 self.gives.leave(BEFORE_ALL)
             if self.shard is not None:

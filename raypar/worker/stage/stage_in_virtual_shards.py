@@ -52,6 +52,11 @@ class ComputesMicrobatches(Protocol):
     def offloaded_forward(self, microbatch: int, received: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """See `Stage`."""
 
+    def offloaded_checkpointed_forward(
+        self, microbatch: int, received: Mapping[str, Tensor], batch: Batch
+    ) -> dict[str, Tensor]:
+        """See `Stage`."""
+
     def fetch(self, microbatch: int) -> None:
         """See `Stage`."""
 
@@ -111,6 +116,13 @@ class StageInVirtualShards:
         """See `Stage.offloaded_forward`."""
         given = self._copies(received, batch)
         return self._in_turn(partial(s.offloaded_forward, microbatch, *g) for s, g in zip(self.shards, given, strict=True))
+
+    def offloaded_checkpointed_forward(
+        self, microbatch: int, received: Mapping[str, Tensor], batch: Batch
+    ) -> dict[str, Tensor]:
+        """See `Stage.offloaded_checkpointed_forward`."""
+        given = zip(self.shards, self._copies(received, batch), strict=True)
+        return self._in_turn(partial(shard.offloaded_checkpointed_forward, microbatch, *each) for shard, each in given)
 
     def fetch(self, microbatch: int) -> None:
         """See `Stage.fetch`."""

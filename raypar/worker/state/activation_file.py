@@ -67,15 +67,16 @@ class ActivationFile:
         for threads in (self._writer, self._reader):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def write(self, memory: Tensor) -> OffloadedMemory:
-        """Have some memory (uint8) written, once no more than `MOST_UNWRITTEN_BYTES` waits for that.
+    def write(self, memory: Tensor, limit: int | None = None) -> OffloadedMemory:
+        """Have some memory (uint8) written, once no more than `limit` waits for that (at most `MOST_UNWRITTEN_BYTES`).
 
         Raises `ConfigError` if the folder does not take it, or has not taken what came before; `CommTimeout` if too much waits
         for too long.
         """
         nbytes, until = memory.numel(), time.monotonic() + self._timeout_s
+        most = min(offloading.MOST_UNWRITTEN_BYTES, offloading.MOST_UNWRITTEN_BYTES if limit is None else limit)
         with self._changed:
-            while self._unwritten and self._unwritten + nbytes > offloading.MOST_UNWRITTEN_BYTES and self._failure is None:
+            while self._unwritten and self._unwritten + nbytes > most and self._failure is None:
                 if not self._changed.wait(until - time.monotonic()):
                     raise CommTimeout(
                         f"{self._unwritten / 2**20:,.1f} MiB of activations were not written to {ACTIVATIONS.key} "
@@ -202,6 +203,11 @@ class OffloadedMemory:
         self._room_goes_back = False
         """Whether the room will be given back."""
         self._writing = file.begin_writing(self)
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the memory is there again, or on its way back."""
+        return self._again is not None
 
     def source(self) -> memoryview:
         """The bytes to write."""

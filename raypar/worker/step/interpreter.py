@@ -42,6 +42,7 @@ from raypar.schedule.instructions import (
     Gather,
     Instruction,
     MessageKind,
+    OffloadedCheckpointedForward,
     OffloadedForward,
     OptimizerStep,
     Program,
@@ -374,6 +375,12 @@ class Interpreter:
         outputs = self.stages[stage].offloaded_forward(microbatch, received, self._batch(stage, step, microbatch))
         self._hand_on(stage, microbatch, outputs)
 
+    def _offloaded_checkpointed_forward(self, instruction: OffloadedCheckpointedForward, step: int, received: Received) -> None:
+        stage, microbatch = instruction.stage, instruction.microbatch
+        batch = self._batch(stage, step, microbatch)
+        outputs = self.stages[stage].offloaded_checkpointed_forward(microbatch, received, batch)
+        self._hand_on(stage, microbatch, outputs)
+
     def _fetch(self, instruction: Fetch | FetchKeptInputs, step: int, received: Received) -> None:
         self.stages[instruction.stage].fetch(instruction.microbatch)
 
@@ -462,6 +469,7 @@ TRAINING_RULES: dict[type[Instruction], InstructionRule] = {
     CheckpointedForward: Interpreter._checkpointed_forward,
     Recompute: Interpreter._recompute,
     OffloadedForward: Interpreter._offloaded_forward,
+    OffloadedCheckpointedForward: Interpreter._offloaded_checkpointed_forward,
     Fetch: Interpreter._fetch,
     FetchKeptInputs: Interpreter._fetch,
     Backward: Interpreter._backward,
