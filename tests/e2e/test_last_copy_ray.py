@@ -75,7 +75,7 @@ def test_a_worker_of_a_run_that_is_not_elastic_is_stopped_for_a_while_and_nothin
 
 @pytest.mark.chaos
 def test_a_worker_that_is_killed_while_it_is_waited_for_ends_the_wait_at_once(tmp_path):
-    trainee = Trainee(tmp_path, *ALONE)
+    trainee = Trainee(tmp_path, *ALONE, "elastic.lost_state=fail")
     trainee.run_with_a_stop(0, 6.0, then=signal.SIGKILL)
     assert trainee.told("waiting") and trainee.result.end == "failed"
     assert "is lost" in str(trainee.result.error) and "no mirror and no checkpoint has it" in str(trainee.result.error)

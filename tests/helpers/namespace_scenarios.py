@@ -11,8 +11,8 @@ from typing import Any
 
 COPIES = ("plan.stages=2", "plan.replicas=2")
 """Every piece of state is on two workers, and the mirror keeps further copies."""
-LAST_COPIES = ("plan.stages=4", "plan.replicas=1", "elastic={min_workers: 1, mirror: off}")
-"""Every worker has the only copy of its piece, until the last checkpoint."""
+LAST_COPIES = ("plan.stages=4", "plan.replicas=1", "elastic={min_workers: 1, mirror: off, lost_state: fail}")
+"""Every worker has the only copy of its piece, until the last checkpoint, and the run must not begin again."""
 
 GROWS = (*COPIES, "elastic.max_workers=8")
 """Up to eight workers, two more than the machines have CPUs: the run grows when a machine is added."""
