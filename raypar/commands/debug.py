@@ -66,4 +66,6 @@ def run(args: argparse.Namespace) -> int:
             if report.skipped:
                 say(f"  skipped; first not finite: {first.describe()}")
                 first.found = None
+        if (found := local.weights_hash()) is not None:
+            say(f"weights sha256 {found}")
     return 0

@@ -131,7 +131,7 @@ def adopt_plan(m: RunState) -> None:
     # Longer with each attempt: perhaps no worker hangs, and all are slow.
     m.timer.limit(max(usual_s * max(1, m.health.attempts), m.policy.start_deadline_s * m.begins))
     memory = "the mirror" if order.from_mirror else "the workers that hold it"
-    where = "the disk, or made anew," if order.from_checkpoint else memory
+    where = "the disk, or made anew" if order.from_checkpoint else memory
     m.decide(order, f"{len(order.moves)} pieces of state from {where}, {after_steps(order.done)}")
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from raypar.errors import ConfigError
 from raypar.files.printable_text import shorten
 from raypar.job.key import CLIENT, WORKERS
-from raypar.job.section import MAX_WORKERS, PathText, Section, Workers
+from raypar.job.section import MAX_WORKERS, LocalFolder, Section, Workers
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class ElasticConfig(Section):
     mirror: Annotated[Literal["auto", "off"] | PositiveInt, CLIENT] = "auto"
     """Every how many steps each worker copies its state into the memory of another one, for the case that the last worker with
     some state is lost. `auto`: as often as 2 % of the time allows. `off`: never."""
-    mirror_in: Annotated[PathText | None, WORKERS] = None
+    mirror_in: Annotated[LocalFolder | None, WORKERS] = None
     """A folder on a local disk of each worker, in which the mirror's copies lie; None: in memory. They take room for up to four
     times a worker's state, and are gone when it ends."""
     stragglers: Annotated[Literal["report", "replace", "rebalance"], CLIENT] = "report"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from raypar.errors import ConfigError, with_article
-from raypar.files.printable_text import shorten
+from raypar.files.printable_text import repr_text, shorten
 from raypar.job.importable_name import is_importable_name
 from raypar.job.key import BITS, CLIENT
 from raypar.job.section import PathText, Section
@@ -278,6 +278,13 @@ class OptimizerConfig(SingleOptimizerConfig):
     @classmethod
     def _several(cls, value: T) -> T | dict[str, Any]:
         """Of a list the section with it."""
+        if isinstance(value, list) and value and isinstance(value[0], str):
+            raise ConfigError(
+                f"optimizer is a list that begins with the text {repr_text(value[0])}, and its entries are optimizers, each "
+                "for some of the parameters",
+                cure=f"for one optimizer write optimizer: {{function: {shorten(value[0])}, args: {{lr: 0.001}}}}; for several "
+                "a list of {match: PATTERN, function: module:name, args: {...}}",
+            )
         if isinstance(value, list) and value:
             return {"entries": value, "function": SEVERAL_OPTIMIZERS}
         if not isinstance(value, Mapping) or not value.get("entries"):

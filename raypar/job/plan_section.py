@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Privat
 from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
-from raypar.job.section import MAX_WORKERS, Parts, PathText, Section, Workers
+from raypar.job.section import MAX_WORKERS, LocalFolder, Parts, PathText, Section, Workers
 from raypar.plan.gradient_scatter import GradientRoute
 from raypar.plan.offloading import OffloadPolicy
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
@@ -190,7 +190,7 @@ class PlanConfig(Section):
     reduction_buffer_mib: Annotated[PositiveInt, WORKERS] = 8
     """Memory of a stage with replicas, in MiB, for gradients that are on their way between these. Gradients that find no room
     wait where they are; with `gradients: scatter` their replica waits. Results do not depend on it."""
-    optimizer_in: Annotated[PathText | None, WORKERS] = None
+    optimizer_in: Annotated[LocalFolder | None, WORKERS] = None
     """A folder on a local disk of each worker, in whose files the optimizer's state lies, with float32 masters and averages of
     the weights (offloading); None: in memory. It is read ahead while parameters are stepped, and gone when the worker
     ends. For optimizers that take each parameter by itself; not on GPUs. Results do not depend on it."""
@@ -202,7 +202,7 @@ class PlanConfig(Section):
     offload: Annotated[Any, BeforeValidator(_offload_policy), CLIENT] = None
     """Layers whose activations are offloaded to `activations_in`: `full`, or a list of patterns of layer names; None: with
     `activations_in` all layers that are not recomputed, without it none."""
-    activations_in: Annotated[PathText | None, WORKERS] = None
+    activations_in: Annotated[LocalFolder | None, WORKERS] = None
     """A folder on a local disk of each worker, to whose files the activations of layers are written after the forward, and from
     which the backward reads them, one layer ahead; None: they lie in memory. The files are gone when the worker ends. Results
     do not depend on it."""
@@ -336,19 +336,22 @@ class PlanConfig(Section):
         count = max([len(each) for each in (given, levels) if isinstance(each, tuple)], default=1)
         spans = given if isinstance(given, tuple) else (given,) * count
         zeros = levels if isinstance(levels, tuple) else (levels,) * count
-        pairs = [(span, zero) for span, zero in zip(spans, zeros, strict=False) if span != "step" and zero < GATHERS_FROM]
-        if not pairs:
+        pairs = list(zip(spans, zeros, strict=False))
+        wrong = [index for index, (span, zero) in enumerate(pairs) if span != "step" and zero < GATHERS_FROM]
+        if not wrong:
             return
-        span, zero = pairs[0]
+        span, zero = pairs[wrong[0]]
         if self.zero == "auto":
             raise PlanError(
                 f"plan.gather is {span}, and plan.zero is auto, which chooses how long parameters are whole, too",
                 cure=f"leave plan.gather out, or set plan.zero: {GATHERS_FROM}",
             )
+        of_stage = f" of stage {wrong[0]}" if count > 1 else ""
+        kept = ", ".join("step" if index in wrong else each for index, (each, _) in enumerate(pairs))
         raise PlanError(
-            f"plan.gather: {span} needs plan.zero: {GATHERS_FROM}, and plan.zero is {zero}: each replica has whole parameters",
-            cure=f"set plan.zero: {GATHERS_FROM}, or leave plan.gather out"
-            + (f"; or give one of each per stage, with step where plan.zero is below {GATHERS_FROM}" if count > 1 else ""),
+            f"plan.gather: {span} needs plan.zero: {GATHERS_FROM}, and plan.zero{of_stage} is {zero}: each replica has whole "
+            "parameters",
+            cure=f"set plan.zero: {GATHERS_FROM}, or " + (f"plan.gather: [{kept}]" if count > 1 else "leave plan.gather out"),
         )
 
     def _check_offload(self) -> None:

@@ -117,7 +117,8 @@ def parse_job(
     try:
         return Job.model_validate(tree)
     except ValidationError as error:
-        raise config_error(error.errors(), (), Job) from None
+        set_keys = [override.partition("=")[0].strip() for override in overrides]
+        raise config_error(error.errors(), (), Job, overrides=set_keys) from None
 
 
 def parse_data_argument(text: str) -> ValidationConfig | str:

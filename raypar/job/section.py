@@ -6,8 +6,18 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
+from raypar.plan.offloading import HOST
 from raypar.user_code.traceback_filter import without_raypar_frames
 
 if TYPE_CHECKING:
@@ -23,6 +33,19 @@ Workers = Annotated[PositiveInt, Field(le=MAX_WORKERS)]
 Parts = Annotated[PositiveInt, Field(le=MAX_PARTS)]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A path; from Python also a `pathlib.Path`."""
+
+
+def _local_folder(value: str) -> str:
+    """The absolute path of a folder; `host` as it is. Raises `ValueError` for the URI of a place on object storage."""
+    if value == HOST:
+        return value
+    if "://" in value:
+        raise ValueError("a folder on a local disk of each worker, not a URI")
+    return os.path.abspath(os.path.expanduser(value))
+
+
+LocalFolder = Annotated[PathText, AfterValidator(_local_folder)]
+"""A folder on a local disk, made absolute where the job is read."""
 
 
 def as_file_list(value: object) -> object:

@@ -35,18 +35,20 @@ def config_error(
     of_trainer: bool = False,
     more: Sequence[str] = (),
     in_argument: str = "",
+    overrides: Sequence[str] = (),
 ) -> ConfigError:
     """One `ConfigError` for the errors of pydantic (`ValidationError.errors()`), with the cure of each; unknown keys first.
 
     A missing key often is one that was misspelt, so the misspelt one is the better first message. `inside`: path of the section
     of `job` that was checked; `of_trainer`: whether to speak of `Trainer`'s arguments instead of a job file; `more`: arguments
     that are not keys of a job; `in_argument`: the argument that was given in the place of this section, such as
-    `--data`.
+    `--data`. `overrides`: keys that were given by `--set`.
     """
     order = {"extra_forbidden": 0, "missing": 2}
     ordered = sorted(errors, key=lambda one: order.get(one["type"], 1))
     alike = Counter((one["type"] == "missing", tuple(one["loc"][:-1])) for one in errors if one["type"] != "extra_forbidden")
-    explainer, whats, cures = _Explainer(job, of_trainer, tuple(more), in_argument), list[str](), list[tuple[str, str]]()
+    explainer = _Explainer(job, of_trainer, tuple(more), in_argument, tuple(overrides))
+    whats, cures = list[str](), list[tuple[str, str]]()
     for one in ordered[:MOST_ERRORS]:
         several = alike[one["type"] == "missing", tuple(one["loc"][:-1])] > 1
         what, cure = explainer.explain({**one, "loc": (*inside, *one["loc"])}, several=several)
@@ -124,6 +126,8 @@ class _Explainer:
     """Arguments that are not keys of a job."""
     in_argument: str = ""
     """The argument that was given in the place of a section of the job, such as `--data`; empty for none."""
+    overrides: tuple[str, ...] = ()
+    """Keys that were given by `--set`."""
 
     def section_at(self, path: Sequence[str | int]) -> type[BaseModel]:
         """The section of a job to which `path` leads."""
@@ -166,6 +170,7 @@ class _Explainer:
             what = f"{f'{where}: ' if where else ''}the key {repr_text(error['input'])} is no text"
             return what, "write a key that looks like a number, a date or a truth value in quotes"
         inside = self.in_argument or ("the job file" if not self.of_trainer else f"the argument {path[0]}")
+        override = next((one for one in reversed(self.overrides) if f"{key}.".startswith(f"{one}.")), None)
         inner = key.partition(".")[2] if self.of_trainer else key
         if self.in_argument:
             inner = key.removesuffix(f" in {self.in_argument}")
@@ -187,7 +192,8 @@ class _Explainer:
             expected = f"auto, or keys and values ({', '.join(keys_of(self.section_at(path)))})"
         got = error["input"]
         cure = f"correct the argument {key}" if argument else f"correct {inner} in {inside}"
-        if several and len(path) == 1:
+        cure = cure if override is None else f"correct --set {override}"
+        if several and len(path) == 1 and override is None:
             cure = "correct these arguments" if argument else f"correct these keys in {inside}"
         if error["type"] in ("tuple_type", "list_type") and isinstance(got, (str, Mapping)):
             cure += f"; it is a list, also where it has one item: [{repr_text(got)}]"

@@ -42,6 +42,23 @@ def lines_about_offloading(job: Job) -> tuple[str, ...]:
     return tuple(found)
 
 
+def lines_about_new_folders(job: Job) -> tuple[str, ...]:
+    """A line for each folder of a job for state or activations that is not on this machine, where workers make it."""
+    mirror_in = job.elastic.mirror_in if job.elastic is not None else None
+    folders = {"elastic.mirror_in": mirror_in, "plan.optimizer_in": job.optimizer_in, "plan.activations_in": job.activations_in}
+    return tuple(
+        f"{key} {folder} is not there yet: workers make it in {_existing_part(folder)}"
+        for key, folder in folders.items()
+        if folder is not None and not os.path.exists(folder)
+    )
+
+
+def _existing_part(folder: str) -> str:
+    """The folder above one that is not there, or above that, which is."""
+    above = os.path.dirname(folder)
+    return above if os.path.exists(above) else _existing_part(above)
+
+
 def check_offload_folder(job: Job, sheets: Iterable[MemorySheet]) -> None:
     """Raise `ConfigError` if this machine's folders cannot hold what all workers offload. `sheets`: theirs."""
     from raypar.worker.state.activation_file import ACTIVATIONS

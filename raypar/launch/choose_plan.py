@@ -137,6 +137,7 @@ def choose_plan(
     warnings += (
         *lines_about_zero(fixed, spec),
         *lines_about_gather(fixed),
+        *lines_about_gradients(fixed),
         *lines_about_activations(profile, fixed, made, spec.batching, memory),
         *check_memory(profile, fixed, by_name, spec, memory),
     )
@@ -236,6 +237,13 @@ def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:
     if not level or plan.most_zero:
         return ()
     return (f"plan.zero is {level}, and no stage has replicas to divide state: each worker keeps all of its own",)
+
+
+def lines_about_gradients(plan: ParallelPlan) -> tuple[str, ...]:
+    """A line for a plan that scatters gradients where no stage has replicas; none otherwise."""
+    if plan.gradients == "fold" or any(stage.replicas > 1 for stage in plan.stages):
+        return ()
+    return ("plan.gradients is scatter, and no stage has replicas: each worker adds up all gradients of its own, as with fold",)
 
 
 def lines_about_gather(plan: ParallelPlan) -> tuple[str, ...]:

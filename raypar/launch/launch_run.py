@@ -17,7 +17,7 @@ from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, Ra
 from raypar.files.atomic_write import write_text_atomically
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
-from raypar.launch.check_offload_folder import check_offload_folder, lines_about_offloading
+from raypar.launch.check_offload_folder import check_offload_folder, lines_about_new_folders, lines_about_offloading
 from raypar.launch.choose_plan import ChosenPlan, PlanChooser, describe_chosen_plan, idle_replicas_text
 from raypar.launch.launch_options import EventHandler, LaunchOptions
 from raypar.launch.make_run_request import (
@@ -147,6 +147,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
     from raypar.worker.job_preflight import preflight
     from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 
+    made = lines_about_new_folders(options.job) if not options.forward_passes else ()
     _refuse_folder_of_mirror(options)
     _check_precision(options)
     with recording_ctrl_c(), spoken_for("the weights of init_from") as now_checking:
@@ -176,6 +177,7 @@ def _check_and_plan(choose: PlanChooser, options: LaunchOptions, tell: EventHand
                 *(checked.notes if not options.forward_passes else ()),
                 *chosen.warnings,
                 *lines_about_offloading(job),
+                *made,
             ):
                 tell(RunWarning(text=line))
             contract = with_facts_of_data(contract, checked, options)

@@ -10,6 +10,7 @@ from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.ownership import SHARED_OUT_FROM, STATE_KIND_NOUNS, StateKind
 from raypar.plan.stage_plan import GATHER_SPANS, GatherSpan
+from raypar.plan.wording import count_noun
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.gathered_parameters import gathered_bytes
 from raypar.planner.model_profile import MirrorPlace, ModelProfile
@@ -320,7 +321,8 @@ def _other_changes_that_fit(
         deeper = deeper.with_offload(plan.offload)
         most = largest_worker_bytes(profile, deeper, "1f1b", microbatches)
         if most is not None and most < limit:
-            yield f"plan.stages={stages} under 1f1b{beside} ({format_mib(most)} a worker)"
+            more = f"{count_noun(deeper.world, 'worker')}, " if deeper.world != plan.world else ""
+            yield f"plan.stages={stages} under 1f1b{beside} ({more}{format_mib(most)} a worker)"
             break
     if schedule != "1f1b" and registry.schedule_fits_plan("1f1b", plan):
         most = largest_worker_bytes(profile, plan, "1f1b", microbatches)

@@ -33,6 +33,7 @@ from raypar.worker.data.sample_order import SamplePosition
 from raypar.worker.data.stream_loader import StreamLoader
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments
+from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.layer_call import LayerFunction, PassContext
 from raypar.worker.stage.layer_tensors import LayerTensors
@@ -188,6 +189,13 @@ class OneProcessRun:
         replicas divide state, what owners have changed is gathered before."""
         self.scheduler.run([core.step_commit.gather.gather_everything() for core in self.cores], self.mesh)
         return self._collect(lambda parameter: parameter.detach())
+
+    def weights_hash(self) -> str | None:
+        """`weights_hash` of the whole model, as a run's last line has it; None where shards have parts of parameters, or
+        replicas may have parts of masters."""
+        if max(self.plan.virtual_shard_counts) > 1 or (self.spec.precision is not None and self.spec.precision.parameters):
+            return None
+        return weights_hash({name: copies[0] for name, copies in self.parameters().items()})
 
     def gradients(self) -> dict[str, list[Tensor | None]]:
         """Parameter -> every worker's copy of its scaled gradient in the last step; None where replicas divide it."""

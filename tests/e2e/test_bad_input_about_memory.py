@@ -53,6 +53,26 @@ ERRORS = {
         "plan.gather: layer needs plan.zero: 3, and plan.zero is 2: each replica has whole parameters",
         "set plan.zero: 3, or leave plan.gather out",
     ),
+    "gather below level 3 on one stage": (
+        ["plan.zero=[0, 3]", "plan.gather=layer"],
+        "plan.gather: layer needs plan.zero: 3, and plan.zero of stage 0 is 0: each replica has whole parameters",
+        r"set plan\.zero: 3, or plan\.gather: \[step, layer\]",
+    ),
+    "object storage": (
+        ["plan.optimizer_in=s3://bucket/state"],
+        "plan.optimizer_in: expected a folder on a local disk of each worker, not a URI, got 's3://bucket/state' (str)",
+        r"correct --set plan\.optimizer_in$",
+    ),
+    "object storage for the mirror": (
+        ["elastic.mirror_in=s3://bucket/state"],
+        "elastic.mirror_in: expected a folder on a local disk of each worker, not a URI",
+        r"correct --set elastic\.mirror_in$",
+    ),
+    "an optimizer in a list": (
+        ["optimizer=[torch.optim:AdamW, {lr: 0.1}]"],
+        "optimizer is a list that begins with the text 'torch.optim:AdamW', and its entries are optimizers, each for some",
+        r"for one optimizer write optimizer: \{function: torch\.optim:AdamW, args: \{lr: 0\.001\}\}; for several",
+    ),
     "levels of other stages": (["plan.zero=[1, 2, 3]"], "plan.zero has 3 entries for 2 stages", "give one value, or one per"),
     "spans of other stages": (
         ["plan.zero=3", "plan.gather=[layer, step, step]"],
@@ -89,6 +109,10 @@ LINES = {
     "one replica": (
         ["plan.zero=3", "plan.replicas=1"],
         "plan.zero is 3, and no stage has replicas to divide state: each worker keeps all of its own",
+    ),
+    "scattered without replicas": (
+        ["plan.gradients=scatter", "plan.replicas=1"],
+        "plan.gradients is scatter, and no stage has replicas: each worker adds up all gradients of its own, as with fold",
     ),
     "two holders of two replicas": (
         ["plan.zero=1", "plan.zero_holders=2"],
@@ -129,6 +153,14 @@ def test_what_saves_nothing_is_a_line_and_a_run_starts(case, tmp_path, capfd):
     assert train(tmp_path, sets) == 2, "as nothing can be started here"
     found = capfd.readouterr()
     assert found.out.count(f"warning: {line}") == 1 and "error: nothing is started here" in found.err
+
+
+@pytest.mark.parametrize("key", ["plan.optimizer_in", "plan.activations_in", "elastic.mirror_in"])
+def test_a_folder_that_is_made_is_a_line_with_its_whole_path(key, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert train(tmp_path, [f"{key}=state/here"]) == 2, "as nothing can be started here"
+    line = f"warning: {key} {tmp_path}/state/here is not there yet: workers make it in {tmp_path}\n"
+    assert line in capfd.readouterr().out
 
 
 def test_fp16_on_a_processor_without_it_is_refused_before_a_worker_starts(tmp_path, monkeypatch, capfd):

@@ -97,6 +97,17 @@ def test_a_run_without_a_checkpoint_is_run_from_its_first_step_to_the_one_that_f
     )
 
 
+def test_the_last_line_is_the_hash_of_the_weights_as_a_run_has_it(folder, capsys):
+    assert main(["debug", "odd.yaml", "--steps", "2", "--set", "plan.replicas=2", "--set", "plan.zero=3"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    job = load_job("odd.yaml", ["plan.stages=1"])
+    with OneProcessRun(job, job.to_plan(2), "1f1b") as local:
+        for step in range(2):
+            local.step(step)
+        saved = checkpoint_files.save_run(local, folder.checkpoints, 2)
+    assert last == f"weights sha256 {checkpoint_files.checkpoint_weights_hash(saved)}"
+
+
 def test_where_to_stop_is_within_the_steps_that_are_run(folder, capsys):
     assert main(["debug", "odd", "--stop-at", "3,0,0"]) == 2
     err = capsys.readouterr().err

@@ -57,9 +57,9 @@ def test_below_level_3_nothing_is_gathered_again(zero, gather):
 def test_with_a_list_of_levels_each_stage_is_looked_at():
     PlanConfig(stages=2, replicas=2, zero=[3, 1], gather=["layer", "step"])
     for gather in ("layer", ["step", "layer"]):
-        with pytest.raises(PlanError, match=r"plan.gather: layer needs plan.zero: 3, and plan.zero is 1") as error:
+        with pytest.raises(PlanError, match=r"plan.gather: layer needs plan.zero: 3, and plan.zero of stage 1 is 1") as error:
             PlanConfig(stages=2, replicas=2, zero=[3, 1], gather=gather)
-        assert error.value.cure.endswith("or give one of each per stage, with step where plan.zero is below 3")
+        assert error.value.cure == f"set plan.zero: 3, or plan.gather: [{'step' if gather != 'layer' else 'layer'}, step]"
 
 
 def test_as_many_words_as_stages_are_asked_for():

@@ -71,7 +71,8 @@ def test_the_error_says_what_the_stage_holds_and_what_would_fit():
     )
     assert fits == (
         "predicted to fit: plan.recompute=full (96.0 MiB a worker, the same results); "
-        "or plan.activations_in=FOLDER (96.0 MiB a worker, the same results); or plan.stages=3 under 1f1b (96.0 MiB a worker)"
+        "or plan.activations_in=FOLDER (96.0 MiB a worker, the same results); or plan.stages=3 under 1f1b (3 workers, "
+        "96.0 MiB a worker)"
     )
 
 
