@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from raypar.draw.svg_style import (
@@ -23,6 +23,8 @@ from raypar.schedule.step_timeline import Timeline, TimelineSpan
 _SMALLEST_NUMBER = 7.0
 _MARGIN, _TITLE_SIZE, _NOTE_SIZE, _SEMI_BOLD = 24.0, 22.0, 12.0, 1.1
 _NOTE = "numbers: microbatches; busy: share of the makespan; peak: activations held, in microbatches"
+_LEAST_SHARE = 0.5
+"""Share of the longest timeline below which a shorter one is drawn to a scale of its own."""
 _MOST_LANES, _MOST_ARROWS, _MOST_TOOLTIPS = 96, 400, 4000
 
 
@@ -40,7 +42,8 @@ def swimlanes_svg(
     routes: Sequence[MessageRoute] = (),
     width: int = 0,
 ) -> str:
-    """An SVG document of timelines (heading, timeline) below each other, to one scale; e.g. predicted and measured.
+    """An SVG document of timelines (heading, timeline) below each other, to one scale; e.g. predicted and measured. One that is
+    much shorter than the longest, and would be too narrow to read, has a scale of its own, and says so.
 
     `routes`: those of the messages that are drawn as arrows, left out where there are more than a few hundred.
     `width` in pixels; 0: from 1280 to 1920, so that microbatch numbers fit where possible. Of more than 96 workers, evenly
@@ -57,7 +60,7 @@ def swimlanes_svg(
     body += legend
     top += 20
     for panel in drawn:
-        body += panel.draw(sheet, top, routes)
+        body += panel.draw(sheet.of(panel.timeline.makespan_ms), top, routes)
         top += panel.height
     height = round(top + 12)
     return (
@@ -74,12 +77,21 @@ def swimlanes_svg(
 
 @dataclass(frozen=True)
 class _Sheet:
-    """The time scale that all panels share: x = left + ms * per_ms, in pixels."""
+    """A time scale: x = left + ms * per_ms, in pixels."""
 
     left: float
     per_ms: float
     width: int
     extent: float
+    stretched: float = 1.0
+    """How many times as wide as on the scale of the other panels."""
+
+    def of(self, makespan_ms: float) -> _Sheet:
+        """The scale of a timeline: this one, or, if it is much shorter, one on which it is as wide as the longest."""
+        if not 0 < makespan_ms < _LEAST_SHARE * self.extent:
+            return self
+        times = self.extent / makespan_ms
+        return replace(self, per_ms=self.per_ms * times, extent=makespan_ms, stretched=times)
 
     def x(self, ms: float) -> float:
         return self.left + ms * self.per_ms
@@ -257,6 +269,8 @@ def _caption(panel: _Panel, sheet: _Sheet, y: float) -> str:
         f"bubble {timeline.bubble_of_total:.1%} of total ({timeline.bubble_of_ideal:.1%} of ideal)",
         f"peak activations {format_activation_count(peak)} microbatches",
     ]
+    if sheet.stretched > 1:
+        facts.append(f"time scale of its own, {sheet.stretched:.3g} times as wide")
     if len(panel.ranks) < world:
         facts.append(f"{len(panel.ranks)} of {world:,} workers drawn")
     heading = f'<tspan font-weight="600">{escape(panel.heading)}</tspan>  ' if panel.heading else ""

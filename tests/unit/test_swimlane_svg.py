@@ -100,6 +100,17 @@ def test_predicted_and_measured_share_one_axis():
     assert by_title["0B0: 5 to 15 ms"] == pytest.approx(5 * by_title["0F0: 0 to 2 ms"], rel=0.05)
 
 
+def test_a_much_shorter_timeline_has_an_axis_of_its_own_and_says_so():
+    predicted, measured = timeline_of("gpipe", 2, 4), timeline_of("gpipe", 2, 4, overhead_ms=20)
+    assert measured.makespan_ms > 5 * predicted.makespan_ms
+    root = ET.fromstring(swimlanes_svg([("predicted", predicted), ("measured", measured)], title="step 7"))
+    times = measured.makespan_ms / predicted.makespan_ms
+    first, second = (text for text in texts(root) if text.startswith(("predicted", "measured")))
+    assert f"time scale of its own, {times:.3g} times as wide" in first and "scale" not in second
+    rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == "url(#idle)" and rect.get("stroke") is None]
+    assert len({rect.get("width") for rect in rects}) == 1, "both are as wide as the sheet"
+
+
 def test_messages_are_drawn_where_their_routes_are_given_and_there_are_few():
     few = timeline_of("1f1b", 2, 2, latency_ms=1)
     root = ET.fromstring(swimlane_svg(few, title="t", routes=message_routes(StageConnections.chain(2))))
