@@ -31,9 +31,8 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if x.dim() < 3 or (bias is not None and x.is_contiguous()):
         return F.linear(x, weight, bias).data
-    if (
-        bias is None and weight.requires_grad
-    ):  # outside of a function matmul folds the batch into rows then, whatever the strides
+    if bias is None and weight.requires_grad:
+        # Outside of a function matmul folds the batch into rows then, whatever the strides.
         return as_matrix(x).mm(weight.t()).view(*x.shape[:-1], weight.shape[0]).data
     with torch.enable_grad():  # as outside of a function
         return F.linear(x, weight, bias).data

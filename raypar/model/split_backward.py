@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.model.autocast_casts import autocast_cast_token, cast_for_autocast
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.convolution_call import ConvolutionCall, ConvolutionGeometry, convolution_class
 from raypar.model.linear_call import LinearCall
 from raypar.model.transposed_linear import is_linear, is_transposed_linear
@@ -138,7 +138,7 @@ class _SplitContext(AutogradContext):
     stash: Stash | None
 
 
-class _Split(torch.autograd.Function):
+class _Split(AutogradFunction):
     @staticmethod
     def forward(
         ctx: _SplitContext,
@@ -175,7 +175,7 @@ class _Split(torch.autograd.Function):
 
 def split_call(call: LayerCall, operands: Sequence[Tensor | None], layer: SplitLayer, stash: Stash | None) -> Tensor:
     """The output of a call with these operands (x, weight, bias), whose gradients of weight and bias go into the stash."""
-    made: Tensor = _Split.apply(*operands, call, layer, stash)  # type: ignore[no-untyped-call]
+    made: Tensor = _Split.apply(*operands, call, layer, stash)
     return made
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypar.comm.buffer_pool import aligned_contiguous
 from raypar.errors import ModelError
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import IndexRanges, even_ranges_by_shard
 
@@ -50,7 +50,7 @@ class _CopyContext(AutogradContext):
     group: ShardGroup
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(AutogradFunction):
     @staticmethod
     def forward(ctx: _CopyContext, x: Tensor, group: ShardGroup) -> Tensor:
         ctx.group = group
@@ -68,7 +68,7 @@ class _Copy(torch.autograd.Function):
         ), None
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(AutogradFunction):
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, group: ShardGroup, absent: Tensor | None) -> Tensor:
         ctx.save_for_backward(absent)
@@ -88,7 +88,7 @@ class _JoinContext(AutogradContext):
     mine: IndexRanges
 
 
-class _Join(torch.autograd.Function):
+class _Join(AutogradFunction):
     @staticmethod
     def forward(ctx: _JoinContext, x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
         ctx.dim, ctx.mine = dim, held[group.shard]
@@ -102,7 +102,7 @@ class _Join(torch.autograd.Function):
         return (None if gradient is None else aligned_contiguous(select_ranges(gradient, ctx.dim, ctx.mine))), None, None, None
 
 
-class _ContiguousPart(torch.autograd.Function):
+class _ContiguousPart(AutogradFunction):
     """Identity that makes the value, and its gradient, contiguous and aligned."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class _SplitContext(AutogradContext):
     group: ShardGroup
 
 
-class _Split(torch.autograd.Function):
+class _Split(AutogradFunction):
     @staticmethod
     def forward(ctx: _SplitContext, x: Tensor, dim: int, group: ShardGroup, held: Sequence[IndexRanges]) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, held, group
@@ -145,7 +145,7 @@ class _ScatterContext(AutogradContext):
     group: ShardGroup
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(AutogradFunction):
     @staticmethod
     def forward(ctx: _ScatterContext, x: Tensor, dim: int, group: ShardGroup) -> Tensor:
         ctx.dim, ctx.held, ctx.group = dim, even_ranges_by_shard(x.shape[dim], group.size), group
@@ -171,18 +171,18 @@ def select_ranges(x: Tensor, dim: int, ranges: IndexRanges) -> Tensor:
 
 def copy_to_shards(x: Tensor, group: ShardGroup) -> Tensor:
     """f: the value, which all shards hold whole and each uses for its part; the gradients are summed over the shards."""
-    return _Copy.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x  # type: ignore[no-untyped-call]
+    return _Copy.apply(x, group) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 def reduce_from_shards(x: Tensor, group: ShardGroup, absent: Tensor | None = None) -> Tensor:
     """g: the sum of what the shards have computed, which all of them hold whole and use alike. `absent`: where this shard adds
     nothing, and `x` is anything."""
-    return _Sum.apply(x, group, absent)  # type: ignore[no-any-return, no-untyped-call]
+    return _Sum.apply(x, group, absent)
 
 
 def reduce_scatter_to_shards(x: Tensor, dim: int, group: ShardGroup) -> Tensor:
     """g of sequence parallelism: this shard's even part, along `dim`, of the sum over the shards."""
-    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Scatter.apply(x, dim, group)
 
 
 def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup, held: Sequence[IndexRanges] | None = None) -> Tensor:
@@ -191,14 +191,14 @@ def scatter_to_shards(x: Tensor, dim: int, group: ShardGroup, held: Sequence[Ind
     `held`: by shard, its run of indices; None: even parts.
     """
     held = even_ranges_by_shard(x.shape[dim], group.size) if held is None else held
-    return _Split.apply(x, dim, group, held)  # type: ignore[no-any-return, no-untyped-call]
+    return _Split.apply(x, dim, group, held)
 
 
 def as_contiguous_part(x: Tensor) -> Tensor:
     """This shard's part `x`, contiguous and aligned like the result of `scatter_to_shards`; its gradient likewise."""
-    return _ContiguousPart.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+    return _ContiguousPart.apply(x)
 
 
 def gather_from_shards(x: Tensor, dim: int, held: Sequence[IndexRanges], group: ShardGroup) -> Tensor:
     """The whole value, of which shard t holds the run `held[t]` along `dim`; all shards use it alike."""
-    return _Join.apply(x, dim, held, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Join.apply(x, dim, held, group)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypar.comm.transport import Handle
 from raypar.errors import ModelError
 from raypar.model.autocast_casts import cast_for_autocast
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.linear_call import (
     LinearCall,
     bias_gradient,
@@ -64,10 +64,10 @@ class ShardedLinear(SplitShard):
         """
         memory = self._gradient_memory.take(rows, flat)
         transposed, weight = self.call.transposed, self.weight
-        if memory is None:
-            return (transposed_weight_gradient if transposed else weight_gradient)(rows, flat, weight)
         # The memory is row-major, as the gradient of such a weight is.
-        if not (not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)):
+        if memory is None or not (
+            not is_row_major(weight.t()) and weight.is_contiguous() if transposed else is_row_major(weight)
+        ):
             return (transposed_weight_gradient if transposed else weight_gradient)(rows, flat, weight)
         # `.data` has a version count of its own, which this first writing does not raise.
         return torch.mm(*((flat.t(), rows) if transposed else (rows.t(), flat)), out=memory).data
@@ -117,7 +117,7 @@ class ColumnLinear(ShardedLinear):
         else:
             operands = cast_for_autocast(local, self.weight, self.bias)
             stash = None if self.stash is None else self.current_stash()
-            made = _Column.apply(*operands, seq, self.group, self, stash)  # type: ignore[no-untyped-call]
+            made = _Column.apply(*operands, seq, self.group, self, stash)
         if self.gather_output:
             even = even_ranges_by_shard(self.out_features, self.group.size)
             return autograd_collectives.gather_from_shards(made, made.dim() - 1, even, self.group)
@@ -157,7 +157,7 @@ class RowLinear(ShardedLinear):
             _check_sequence(self.name, local.dim())
         operands = cast_for_autocast(local, self.weight, self.bias)
         stash = None if self.stash is None else self.current_stash()
-        made: Tensor = _Row.apply(*operands, self.group, self, stash)  # type: ignore[no-untyped-call]
+        made: Tensor = _Row.apply(*operands, self.group, self, stash)
         if not self.group.sequence_parallel:
             return made
         return ShardedValue(made, sequence_part_layout(local.shape[1], self.group.shard, self.group.size), self.group)
@@ -208,7 +208,7 @@ class _ColumnContext(AutogradContext):
     stash: Stash | None
 
 
-class _Column(torch.autograd.Function):
+class _Column(AutogradFunction):
     @staticmethod
     def forward(
         ctx: _ColumnContext,
@@ -292,7 +292,7 @@ class _ArriveContext(AutogradContext):
     shared: InputOfSeveralLayers
 
 
-class _Arrive(torch.autograd.Function):
+class _Arrive(AutogradFunction):
     @staticmethod
     def forward(ctx: _ArriveContext, x: Tensor, shared: InputOfSeveralLayers) -> Tensor:
         ctx.shared = shared
@@ -310,7 +310,7 @@ class _DepartContext(AutogradContext):
     shared: InputOfSeveralLayers
 
 
-class _Depart(torch.autograd.Function):
+class _Depart(AutogradFunction):
     @staticmethod
     def forward(ctx: _DepartContext, x: Tensor, shared: InputOfSeveralLayers) -> Tensor:
         ctx.shared = shared
@@ -335,7 +335,7 @@ class _LateContext(AutogradContext):
     left: list[Tensor]
 
 
-class _Late(torch.autograd.Function):
+class _Late(AutogradFunction):
     @staticmethod
     def forward(ctx: _LateContext, weight: Tensor, layer: ShardedLinear, left: list[Tensor]) -> Tensor:
         ctx.layer, ctx.left = layer, left
@@ -363,7 +363,7 @@ class _ReaderContext(AutogradContext):
     left: list[Tensor] | None
 
 
-class _Reader(torch.autograd.Function):
+class _Reader(AutogradFunction):
     @staticmethod
     def forward(
         ctx: _ReaderContext,
@@ -405,14 +405,14 @@ def _apply_to_shared_input(layer: ColumnLinear, x: Tensor, seq: int | None) -> T
     weight: Tensor = layer.weight
     if group.shared_input is None or group.shared_input[0].source() is not x or group.shared_input[0].version != x._version:
         shared = InputOfSeveralLayers(x, seq, group)
-        arrived = _Arrive.apply(x, shared)  # type: ignore[no-untyped-call]
+        arrived = _Arrive.apply(x, shared)
         if stash is None and weight.requires_grad:
             left = []
-            weight = _Late.apply(weight, layer, left)  # type: ignore[no-untyped-call]
+            weight = _Late.apply(weight, layer, left)
         # Not kept in `shared`, which the graph refers to: the cycle would hold the activations until Python's collector comes.
-        group.shared_input = shared, _Depart.apply(arrived, shared)  # type: ignore[no-untyped-call]
+        group.shared_input = shared, _Depart.apply(arrived, shared)
     operands = cast_for_autocast(group.shared_input[1], weight, layer.bias)
-    made: Tensor = _Reader.apply(*operands, layer, stash, left)  # type: ignore[no-untyped-call]
+    made: Tensor = _Reader.apply(*operands, layer, stash, left)
     return made
 
 
@@ -423,7 +423,7 @@ class _RowContext(AutogradContext):
     stash: Stash | None
 
 
-class _Row(torch.autograd.Function):
+class _Row(AutogradFunction):
     @staticmethod
     def forward(
         ctx: _RowContext,

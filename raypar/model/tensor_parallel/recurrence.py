@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.comm.transport import Handle
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunctionOfSeveral
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.shard_ranges import even_ranges_by_shard
@@ -292,7 +292,7 @@ class _Context(AutogradContext):
     call: LayerCall
 
 
-class Recurrence(torch.autograd.Function):
+class Recurrence(AutogradFunctionOfSeveral):
     """(output, last hidden state, last cells) of one layer, given its input, the initial state and the parameters.
 
     Input [rows, features], hidden state [directions, sequences, hidden units] and output [rows, directions x hidden units] are

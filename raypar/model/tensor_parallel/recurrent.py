@@ -186,7 +186,7 @@ class ShardedRecurrentLayer(ShardedRecurrentModule):
             )
             operands = cast_for_autocast(rows, hidden[here], cells[here], *self._weights(number))
             with _without_autocast(rows):
-                rows, *of_layer = Recurrence.apply(call, *operands)  # type: ignore[no-untyped-call]
+                rows, *of_layer = Recurrence.apply(call, *operands)
             last.append((of_layer[0], of_layer[1]))
             if self.dropout and self.training and not is_last:
                 rows = F.dropout(rows, self.dropout)

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.autocast_casts import cast_for_autocast
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.convolution_call import ConvolutionCall
 from raypar.model.split_backward import Stash, deferred_gradients_of, put_off
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only, gather_from_shards, scatter_to_shards
@@ -62,7 +61,7 @@ class _Context(AutogradContext):
     stash: Stash | None
 
 
-class _Convolve(torch.autograd.Function):
+class _Convolve(AutogradFunction):
     @staticmethod
     def forward(
         ctx: _Context,
@@ -113,7 +112,7 @@ def _input_gradient(
     return fit_rows(found, by_rows.dim, first, start, stop)
 
 
-class _ConvolveTransposed(torch.autograd.Function):
+class _ConvolveTransposed(AutogradFunction):
     """A shard's rows of the input read a run of the output's gradient: so it makes their gradient, and their part of the
     weight's, in one call, if the second is not put off."""
 
@@ -176,10 +175,10 @@ class SpatialConvolution(ShardedConvolution):
         )
         given, weight, bias = cast_for_autocast(x.local.contiguous(), weight, bias)
         if self.geometry.transposed:
-            made = _ConvolveTransposed.apply(given, weight, by_rows, self, stash)  # type: ignore[no-untyped-call]
+            made = _ConvolveTransposed.apply(given, weight, by_rows, self, stash)
             made = made if bias is None else made + bias.view(-1, *[1] * self.geometry.dims)
         else:
-            made = _Convolve.apply(given, weight, bias, by_rows, self, stash)  # type: ignore[no-untyped-call]
+            made = _Convolve.apply(given, weight, bias, by_rows, self, stash)
         self._note_numbers(by_rows.plan, x, made)
         size = by_rows.plan.backward.rows
         held = even_ranges_by_shard(size, self.group.size)

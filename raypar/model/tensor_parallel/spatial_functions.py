@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only, reduce_from_shards
 from raypar.model.tensor_parallel.halo_exchange import fetch_rows, fit_rows
 from raypar.model.tensor_parallel.local_part_layout import SPATIAL, LocalPartLayout
@@ -89,7 +89,7 @@ class _Context(AutogradContext):
     call: _Call
 
 
-class _FromRows(torch.autograd.Function):
+class _FromRows(AutogradFunction):
     @staticmethod
     def forward(ctx: _Context, x: Tensor, call: _Call) -> Tensor:
         shard, computed = call.group.shard, call.plan.outputs[call.group.shard]
@@ -126,7 +126,7 @@ def compute_rows(
     plan_for = plan_with_values if reads_values else plan_linear
     plan = check_row_plan(_described(name, x), lambda n: plan_for(reads, size, rows, n), size, rows, x.group.size)
     call = _Call(plan, reads, compute, dim, x.group, reads_values)
-    made = _FromRows.apply(x.local, call)  # type: ignore[no-untyped-call]
+    made = _FromRows.apply(x.local, call)
     x.group.note_rows(x.local, made, dim, plan)
     return _result(x, made, rows)
 
@@ -153,7 +153,7 @@ class _CopyContext(AutogradContext):
     call: _Copies
 
 
-class _CopyRows(torch.autograd.Function):
+class _CopyRows(AutogradFunction):
     @staticmethod
     def forward(ctx: _CopyContext, x: Tensor, call: _Copies) -> Tensor:
         ctx.call, shard = call, call.group.shard
@@ -195,7 +195,7 @@ def copy_rows(name: str, x: ShardedValue, source: tuple[int, ...], value: float 
     size = x.part_layout.size
     plan = check_row_plan(_described(name, x), lambda n: plan_copies(source, size, n), size, len(source), x.group.size)
     call = _Copies(plan, source, value, x.part_layout.dim, x.group)
-    made = _CopyRows.apply(x.local, call)  # type: ignore[no-untyped-call]
+    made = _CopyRows.apply(x.local, call)
     x.group.note_rows(x.local, made, call.dim, plan)
     return _result(x, made, len(source))
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan.addition_tree import TreeNode, fold_tree
@@ -76,7 +76,7 @@ class _Context(AutogradContext):
     dtype: torch.dtype
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalise(AutogradFunction):
     @staticmethod
     def forward(
         ctx: _Context,
@@ -123,7 +123,7 @@ def normalise_over_pieces(
     What a backward pass adds to the gradients of weight and bias is this piece's part of a sum over the pieces.
     """
     found = statistics_over_pieces(x, group)
-    return _Normalise.apply(x, weight, bias, found, eps, group), found  # type: ignore[no-untyped-call]
+    return _Normalise.apply(x, weight, bias, found, eps, group), found
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypar.errors import ModelError
 from raypar.model.autocast_casts import is_autocast_enabled
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.tensor_parallel import autograd_collectives
 from raypar.model.tensor_parallel.autograd_collectives import first_derivative_only
 from raypar.model.tensor_parallel.local_part_layout import sequence_part_layout
@@ -84,7 +84,7 @@ class _CrossEntropyContext(AutogradContext):
     total: int
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(AutogradFunction):
     """For every row shard t sends three numbers: its maximum m_t, s_t = sum exp(l - m_t) over its logits l, and the target's
     logit if it has that (else 0); with label smoothing also the sum of its logits. Every shard then computes, in shard order,
     M = max m_t and log Z = M + log sum_t s_t exp(m_t - M).
@@ -185,9 +185,7 @@ def _cross_entropy(
     targets = target.reshape(-1)
     ignored = targets == ignore_index
     local = _columns_of_targets(targets, ignored, logits)
-    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        rows, local, ignored, logits.part_layout.size, label_smoothing, logits.group
-    )
+    losses: Tensor = _CrossEntropy.apply(rows, local, ignored, logits.part_layout.size, label_smoothing, logits.group)
     if reduction == "none":
         return losses.view(target.shape).to(returned)
     found = losses.sum()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from raypar.comm.sent_tensor_layout import copy_as_it_lies
 from raypar.errors import UserCodeError
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction
 from raypar.model.graph import Graph, Layer
 from raypar.model.layer_skeletons import canonical_names
 from raypar.model.rounded_parameters import ids_of_rounded_parameters
@@ -55,7 +55,7 @@ def memory_begin(tensor: Tensor) -> int:
     return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(AutogradFunction):
     """A value's copy, which lies as it does and gives it its gradient."""
 
     @staticmethod
@@ -319,7 +319,7 @@ class StageTensors:
         """What a layer has returned, in memory that lasts where its parameters' goes before all have read it."""
         if self.gathers is None:
             return outputs
-        return tuple(_Copy.apply(each) if self.is_temporary(each) else each for each in outputs)  # type: ignore[no-untyped-call]
+        return tuple(_Copy.apply(each) if self.is_temporary(each) else each for each in outputs)
 
     def use_of(self, leaf: Tensor) -> int:
         """Index of the use whose leaf this is."""

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from raypar.comm.blocking_code_as_routine import wait_for_handle
 from raypar.comm.sent_tensor_layout import copy_as_it_lies
 from raypar.comm.virtual_shards import TurnHandle
-from raypar.model.autograd_context_type import AutogradContext
+from raypar.model.autograd_function_types import AutogradContext, AutogradFunction, AutogradFunctionOfSeveral
 from raypar.worker.stage.layer_tensors import make_alias
 
 PassKind = Literal["forward", "recompute", "evaluate"]
@@ -210,13 +210,13 @@ def _with_graph(call: WholeCall, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]
         return tuple(_end_of_graph(value, needs=needs) for value, needs in zip(call.outputs, call.with_gradient, strict=True))
     uses = {place: [inputs[place]] * count for place, count in enumerate(call.uses) if count}
     if call.has_one_graph:
-        return _Taken.apply(call, tuple(uses), *chain(*uses.values()))  # type: ignore[no-any-return, no-untyped-call]
-    ends = {place: _GradientOfInput.apply(call, place, *values) for place, values in uses.items()}  # type: ignore[no-untyped-call]
+        return _Taken.apply(call, tuple(uses), *chain(*uses.values()))
+    ends = {place: _GradientOfInput.apply(call, place, *values) for place, values in uses.items()}
     found = list[Tensor]()
     for number, (value, needs, reached) in enumerate(zip(call.outputs, call.with_gradient, call.reached, strict=True)):
         if reached:
             of_inputs = (ends[place] for place in sorted(reached))
-            found.append(_TakenOutput.apply(call, number, *of_inputs))  # type: ignore[no-untyped-call]
+            found.append(_TakenOutput.apply(call, number, *of_inputs))
         else:
             found.append(_end_of_graph(value, needs=needs))
     return tuple(found)
@@ -227,7 +227,7 @@ class _TakenContext(AutogradContext):
     places: Sequence[int]
 
 
-class _Taken(torch.autograd.Function):
+class _Taken(AutogradFunctionOfSeveral):
     """A whole layer's call in the graph of a virtual shard that has not made it. Each input is given once for each summand of
     its gradient, so that autograd adds these to others in the order in which it does so where the call was made."""
 
@@ -244,7 +244,7 @@ class _Taken(torch.autograd.Function):
         return (None, None, *chain.from_iterable(map(ctx.call.take_gradients, ctx.places)))
 
 
-class _GradientOfInput(torch.autograd.Function):
+class _GradientOfInput(AutogradFunction):
     """One input's summands in such a graph, behind the outputs whose gradients make them. Returns a sign alone."""
 
     @staticmethod
@@ -258,7 +258,7 @@ class _GradientOfInput(torch.autograd.Function):
         return (None, None, *ctx.call.take_gradients(ctx.places[0]))
 
 
-class _TakenOutput(torch.autograd.Function):
+class _TakenOutput(AutogradFunction):
     """One output in such a graph."""
 
     @staticmethod

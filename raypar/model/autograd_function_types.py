@@ -1,12 +1,18 @@
-"""The type of the context that PyTorch gives to `forward` and `backward` of an autograd function."""
+"""Types of autograd functions: what PyTorch gives to their `forward` and `backward`, and what `apply` returns."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
+
+if TYPE_CHECKING:
+    from typing import TypeVarTuple, Unpack
+
+    Arguments = TypeVarTuple("Arguments")
 
 
 class AutogradContext(FunctionCtx):
@@ -23,3 +29,23 @@ class AutogradContext(FunctionCtx):
 
         def save_for_backward(self, *tensors: Tensor | None) -> None:
             """Keep tensors for `backward`, which finds them, and None, in `saved_tensors`."""
+
+
+class AutogradFunction(torch.autograd.Function):
+    """An autograd function that returns one tensor; PyTorch's own `apply` has no types."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *arguments: Unpack[Arguments]) -> Tensor:
+            """What `forward` returns for these arguments."""
+
+
+class AutogradFunctionOfSeveral(torch.autograd.Function):
+    """An autograd function that returns several tensors."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *arguments: Unpack[Arguments]) -> tuple[Tensor, ...]:
+            """What `forward` returns for these arguments."""
