@@ -26,15 +26,15 @@ KeepGenerators = Callable[[], Callable[[], None]]
 """Keeps the states of the generators that code draws from; returns what sets them back."""
 
 
-class GivesTurnAway(Protocol):
-    """What runs code that takes turns with other code."""
+class Fiber(Protocol):
+    """Code that takes turns with other code: while it waits, the others run."""
 
     def suspend(self, waiting: RoutineWait | RoutineWork) -> None:
         """Called in the code's thread: block until the code can go on. Raises what `waiting` has failed with."""
 
 
-_MOST_TRIES = 100
-"""How many times code that is to end is told so: it may catch errors, and wait again."""
+MOST_TRIES_TO_END = 100
+"""How many times code that is to end is told so: it may catch the error, and wait again."""
 _RUNNING = threading.local()
 
 
@@ -43,7 +43,7 @@ def wait_for_handle(handle: Handle, what: str, timeout_s: float | None = None, *
 
     Raises the error of the operation. A time-out names `what`.
     """
-    fiber: GivesTurnAway | None = getattr(_RUNNING, "fiber", None)
+    fiber: Fiber | None = getattr(_RUNNING, "fiber", None)
     if fiber is not None:
         fiber.suspend(RoutineWait(handle, what, on_stream))
     else:
@@ -56,14 +56,14 @@ def as_routine(work: Callable[[], T], keep_generators: KeepGenerators | None = N
     `work` has states of Python's, NumPy's and torch's generators of its own, as it would have in a process of its own.
     `keep_generators`: something quicker than `keep_all_generators`.
     """
-    fiber = _Fiber(work, keep_generators or keep_all_generators)
+    fiber = _ThreadFiber(work, keep_generators or keep_all_generators)
     error: BaseException | None = None
     while (waiting := fiber.resume(error)) is not None:
         try:
             yield waiting
             error = None
         except GeneratorExit:
-            for _ in range(_MOST_TRIES):
+            for _ in range(MOST_TRIES_TO_END):
                 if fiber.resume(GroupAborted("the routine was closed")) is None:
                     break
             raise
@@ -79,18 +79,18 @@ def run_or_yield(routine: Routine[T], timeout_s: float | None = None) -> T:
 
     So code that blocks may itself run a routine with code that blocks: a whole step of a worker with sharded layers.
     """
-    fiber: GivesTurnAway | None = getattr(_RUNNING, "fiber", None)
+    fiber: Fiber | None = getattr(_RUNNING, "fiber", None)
     return run_routine(routine, timeout_s) if fiber is None else drive_routine(routine, fiber.suspend)
 
 
-def wait_function(timeout_s: float | None = None) -> Callable[[RoutineWait | RoutineWork], None]:
-    """A function that waits for what code yields that runs in this thread now: as `wait_for_handle` waits here."""
-    fiber: GivesTurnAway | None = getattr(_RUNNING, "fiber", None)
+def current_wait(timeout_s: float | None = None) -> Callable[[RoutineWait | RoutineWork], None]:
+    """The function by which code in this thread waits now: its fiber's, or one that blocks, up to `timeout_s`."""
+    fiber: Fiber | None = getattr(_RUNNING, "fiber", None)
     return partial(block_until_done, timeout_s=timeout_s) if fiber is None else fiber.suspend
 
 
 @contextlib.contextmanager
-def giving_turns_away_by(fiber: GivesTurnAway) -> Iterator[None]:
+def running_in(fiber: Fiber) -> Iterator[None]:
     """Context in which `wait_for_handle` in this thread calls `fiber.suspend`."""
     before = getattr(_RUNNING, "fiber", None)
     _RUNNING.fiber = fiber
@@ -116,7 +116,7 @@ def keep_all_generators() -> Callable[[], None]:
     return restore
 
 
-class _Fiber:
+class _ThreadFiber:
     """A thread that takes turns with the thread that resumes it."""
 
     def __init__(self, work: Callable[[], Any], keep_generators: KeepGenerators = keep_all_generators) -> None:

@@ -14,15 +14,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from raypar.comm.blocking_code_as_routine import KeepGenerators, giving_turns_away_by
+from raypar.comm.blocking_code_as_routine import MOST_TRIES_TO_END, KeepGenerators, running_in
 from raypar.comm.routine import RoutineWait, RoutineWork
 from raypar.comm.routines_in_turn import is_posted
 from raypar.errors import GroupAborted
 
 T = TypeVar("T")
-
-_MOST_TRIES = 100
-"""How many times code that is to end is told so: it may catch errors, and wait again."""
 
 
 def run_blocking_in_turn(
@@ -85,7 +82,7 @@ class _Turns(Generic[T]):
         """Run a piece to its end."""
         try:
             # Otherwise autograd would compute on a device in a thread of its own, which cannot take turns.
-            with giving_turns_away_by(_Piece(self, place)), torch.autograd.set_multithreading_enabled(False):
+            with running_in(_Piece(self, place)), torch.autograd.set_multithreading_enabled(False):
                 self._results[place] = self._works[place]()
         except BaseException as error:
             if self._failed is None:
@@ -169,7 +166,9 @@ class _Turns(Generic[T]):
         for each in [each for each in self._waits if each and each not in self._threads]:
             del self._waits[each]
         self._tries += 1
-        if self._tries > _MOST_TRIES * len(self._works):  # they catch it again and again: their threads stay where they are
+        if self._tries > MOST_TRIES_TO_END * len(
+            self._works
+        ):  # they catch it again and again: their threads stay where they are
             self._waits = {each: waiting for each, waiting in self._waits.items() if each == 0}
         if not self._waits:
             return 0
@@ -184,7 +183,7 @@ class _Turns(Generic[T]):
 
 
 class _Piece:
-    """One piece, as what it calls in order to wait."""
+    """The fiber of one piece."""
 
     def __init__(self, turns: _Turns[T], place: int) -> None:
         self._turns, self._place = turns, place

@@ -42,8 +42,8 @@ from raypar.errors import CommError, CommTimeout
 from raypar.plan.gradient_scatter import StackStep, rounds_of
 from raypar.torch_compat.multi_tensor import copy_all
 
-LOOK_S = 1.0
-"""So often a replica that waits for one message looks whether another has failed, or its additions: for lack of memory, say."""
+FAILURE_POLL_S = 1.0
+"""How often a replica that waits for one message looks whether another, or an addition, has failed (for lack of memory, say)."""
 
 
 class ScatterReduction:
@@ -154,7 +154,7 @@ class ScatterReduction:
             self.marks.post()
 
     def _new_step(self) -> ScatterStep:
-        return _ScatterStep(self)
+        return _HostScatterStep(self)
 
     def submit_gradients(self, indices: Sequence[int], rows: SubtreeSums) -> None:
         """Hand over the gradients of some parameters in one microbatch m, `rows[(m, m + 1)][index]`; None: no gradient.
@@ -319,7 +319,7 @@ class ScatterStep(ABC):
                 del waiting[index]
 
 
-class _ScatterStep(ScatterStep):
+class _HostScatterStep(ScatterStep):
     """A step whose messages lie in host memory."""
 
     def __init__(self, reduction: ScatterReduction) -> None:
@@ -529,7 +529,7 @@ class _Gradient:
 class _Progress:
     """The handle of something that several messages, and additions in any thread, bring about."""
 
-    def __init__(self, step: _ScatterStep, is_over: Callable[[], bool], awaited: Callable[[], Iterator[Handle]]) -> None:
+    def __init__(self, step: _HostScatterStep, is_over: Callable[[], bool], awaited: Callable[[], Iterator[Handle]]) -> None:
         """`awaited`: the messages that it needs, as far as they are posted."""
         self._step, self._is_over, self._awaited = step, is_over, awaited
 
@@ -545,7 +545,7 @@ class _Progress:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            turn_s = LOOK_S if left_s is None else min(LOOK_S, left_s)
+            turn_s = FAILURE_POLL_S if left_s is None else min(FAILURE_POLL_S, left_s)
             pending = next((handle for handle in self._awaited() if not handle.done()), None)
             if pending is not None:
                 try:

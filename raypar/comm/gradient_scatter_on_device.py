@@ -68,6 +68,7 @@ class _Posted:
         self.filled = filled
         """That this replica's message is filled; None: the host did it."""
         self.exchanged = exchanged
+        """The all-to-all itself."""
         self.added = added
         """That all is added up; None: the host has to."""
         self.gradients = gradients

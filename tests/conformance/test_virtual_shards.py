@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.transport_cases import noise
 
-from raypar.comm.blocking_code_as_routine import as_routine, keep_all_generators, wait_for_handle, wait_function
+from raypar.comm.blocking_code_as_routine import as_routine, current_wait, keep_all_generators, wait_for_handle
 from raypar.comm.blocking_code_in_turn import run_blocking_in_turn
 from raypar.comm.cooperative_scheduler import CooperativeScheduler
 from raypar.comm.local_transport import LocalMesh
@@ -175,14 +175,14 @@ def test_a_shared_sum_has_the_bits_of_an_all_reduce_and_who_writes_into_it_write
         shards = VirtualShards(transport, range(len(sizes)), runs_of(sizes))
         works = [partial(one, shards.member(t)) for t in shards.own]
         turns = partial(run_blocking_in_turn, works, keep_all_generators)
-        found.update(zip(shards.own, (yield from as_routine(lambda: turns(wait_function()))), strict=True))
+        found.update(zip(shards.own, (yield from as_routine(lambda: turns(current_wait()))), strict=True))
 
     CooperativeScheduler().run([worker(t) for t in mesh.transports], mesh)
     assert found == dict.fromkeys(range(count), True)
 
 
 def in_turn(*works):
-    return run_blocking_in_turn(works, keep_all_generators, wait_function(1.0))
+    return run_blocking_in_turn(works, keep_all_generators, current_wait(1.0))
 
 
 def test_blocking_code_that_makes_unequal_calls_is_told_so_and_no_thread_is_left():

@@ -26,7 +26,7 @@ from helpers.late_nccl import connected
 from helpers.standin import all_communicators
 from torch import Tensor
 
-from raypar.comm.blocking_code_as_routine import _RUNNING, _Fiber
+from raypar.comm.blocking_code_as_routine import _RUNNING, _ThreadFiber
 from raypar.comm.gradient_reduction import CanonicalReduction, FastReduction, GradientReduction
 from raypar.comm.nccl import transport as nccl_transport
 from raypar.comm.nccl.transport import NcclTransport
@@ -316,7 +316,7 @@ def ending_in_one_thread(world: World) -> Iterator[None]:
         """Takes turns with the others and the devices while somebody waits for it."""
 
         def __init__(self, target: Callable[..., None], args: tuple[Any, ...] = (), daemon: bool = True) -> None:
-            self._fiber, self._over = _Fiber(lambda: target(*args)), False
+            self._fiber, self._over = _ThreadFiber(lambda: target(*args)), False
             self._device = world.here
             turns.append(self)
 

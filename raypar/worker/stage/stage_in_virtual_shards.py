@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from raypar.comm.blocking_code_as_routine import wait_function
+from raypar.comm.blocking_code_as_routine import current_wait
 from raypar.comm.blocking_code_in_turn import run_blocking_in_turn
 from raypar.comm.routine import RoutineWait, RoutineWork
 from raypar.comm.sent_tensor_layout import copy_as_it_lies
@@ -159,7 +159,7 @@ class StageInVirtualShards:
     def _in_turn(self, works: Iterable[Callable[[], T]]) -> T:
         """Run one work for each virtual shard; returns the first one's result, which is that of all."""
         keep = partial(self.shards[0].guard.keep_in_turn, self._generators.keep)
-        return run_blocking_in_turn(list(works), keep, partial(self._wait, wait_function(self._timeout_s)))[0]
+        return run_blocking_in_turn(list(works), keep, partial(self._wait, current_wait(self._timeout_s)))[0]
 
     def _wait(self, wait: Callable[[RoutineWait | RoutineWork], None], waiting: RoutineWait | RoutineWork) -> None:
         """`wait`, whose time counts as waiting for other workers."""
