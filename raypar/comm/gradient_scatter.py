@@ -43,7 +43,7 @@ from raypar.plan.gradient_scatter import StackStep, rounds_of
 from raypar.torch_compat.multi_tensor import copy_all
 
 FAILURE_POLL_S = 1.0
-"""How often a replica that waits for one message looks whether another, or an addition, has failed (for lack of memory, say)."""
+"""How often a replica that waits for one message looks whether another one, or an addition, has failed."""
 
 
 class ScatterReduction:

@@ -169,7 +169,7 @@ def test_memory_is_written_once_and_read_with_the_layout_and_views_that_it_had(t
     views = [base, base[2:, ::3], base.transpose(0, 2), base.reshape(-1)[7:100].view(torch.int32)]
     saved = [activations.take(each, 0, ()) for each in views]
     want = [each.clone() for each in views]
-    assert all(saved) and len({id(each.memory) for each in saved}) == 1
+    assert all(saved) and len({id(each.storage) for each in saved}) == 1
     file.settle()
     assert file.nbytes == -(-base.nbytes // 4096) * 4096
     layouts = [(each.shape, each.stride(), each.storage_offset(), each.dtype) for each in views]

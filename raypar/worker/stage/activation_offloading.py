@@ -1,13 +1,13 @@
 """Activation offloading inside a stage: saved tensors are written out of memory after the forward, read before the backward.
 
-As in recomputation the autograd graph stays, without the tensors that it saved. What is written is memory, not tensors: each
-piece once, however many layers have saved views of it. What takes few bytes stays, and what is not the microbatch's own:
-parameters, buffers, and values of other stages, which the graph keeps. What something else still holds when it would be read is
-not read.
+As in recomputation the autograd graph stays, without the tensors that it saved. Storages are written, not tensors: each once,
+however many saved tensors are views of it. Small storages stay in memory, and those that are not the microbatch's own:
+parameters, buffers, and values of other stages, which the graph keeps. A storage that something else still holds when it would
+be read is not read.
 
-A backward has two layers' at a time: the hook of the gradient of a layer's output lets those of the layers behind it go, and
-begins to read those of the next one, while the layer computes. What several layers have saved is there from the last of them
-down to the first.
+In a backward pass the activations of two layers are in memory: the hook of the gradient of a layer's output releases the
+activations of the layers behind it, and begins to read those of the next one, while the layer computes. A storage that several
+layers have saved is there from the last of them down to the first.
 """
 
 from __future__ import annotations
@@ -55,66 +55,66 @@ class StageOffload:
 
 
 class OffloadedTensor(NamedTuple):
-    """A saved tensor whose memory is offloaded."""
+    """A saved tensor whose storage is offloaded."""
 
-    memory: _Memory
+    storage: _OffloadedStorage
     dtype: torch.dtype
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
-    """Its first element in the memory, in elements."""
+    """Its first element in the storage, in elements."""
 
     def tensor(self, what: str) -> Tensor:
-        """The tensor, with shape, strides and place in its memory as it was saved. `what`: whose it is, in words."""
+        """The tensor, with shape, strides and offset as it was saved, once it is read. `what`: whose it is, in messages."""
         made = torch.empty(0, dtype=self.dtype)
-        return made.set_(self.memory.bytes_again(what).untyped_storage(), self.offset, self.shape, self.strides)
+        return made.set_(self.storage.restored_bytes(what).untyped_storage(), self.offset, self.shape, self.strides)
 
 
 @dataclass(eq=False)
-class _Memory:
-    """A piece of memory that saved tensors of one microbatch share."""
+class _OffloadedStorage:
+    """A storage that saved tensors of one microbatch share."""
 
     stage: StageOffload
     first: int
     """Position of the first layer that has saved any of it: the last one whose backward needs it."""
     storage: weakref.ReferenceType[torch.UntypedStorage]
-    """The memory itself, as long as anything holds it."""
-    offloaded: OffloadedMemory
-    again: Tensor | None = None
-    """It again, as bytes [nbytes], uint8."""
-    is_gone: bool = False
-    """Whether it has been let go."""
+    """The storage itself, as long as anything holds it."""
+    memory: OffloadedMemory
+    """Its bytes in the file."""
+    restored: Tensor | None = None
+    """The storage as bytes [nbytes], uint8, once it is back."""
+    is_released: bool = False
 
     def fetch(self) -> None:
-        """Begin to bring it back, unless something has held it all the time."""
-        if self.again is not None or self.is_gone:
+        """Begin to read it, unless something has held it all the time."""
+        if self.restored is not None or self.is_released:
             return
         held = self.storage()
         if held is None:
-            self.offloaded.fetch()
+            self.memory.fetch()
         else:
-            self.again = _as_bytes(held)
-            self.offloaded.release()
+            self.restored = _as_bytes(held)
+            self.memory.release()
 
-    def bytes_again(self, what: str) -> Tensor:
-        """It again; waits until it is there."""
-        if self.is_gone:
+    def restored_bytes(self, what: str) -> Tensor:
+        """See `restored`; waits until it is read."""
+        if self.is_released:
             raise ModelError(
                 f"a gradient goes back once more through {what} which were let go when the backward pass had left the layer",
                 cure="leave the layer out of plan.offload, or keep no tensor of its graph beyond its forward",
             )
         self.fetch()
-        if self.again is None:
+        if self.restored is None:
             start = time.perf_counter_ns()
-            self.again = self.offloaded.wait(what)
+            self.restored = self.memory.wait(what)
             self.stage.waited_ns += time.perf_counter_ns() - start
-        return self.again
+        return self.restored
 
     def release(self) -> None:
-        """Let it go, wherever it is."""
-        if not self.is_gone:
-            self.is_gone, self.again = True, None
-            self.offloaded.release()
+        """Drop it, in memory and in the file."""
+        if not self.is_released:
+            self.is_released, self.restored = True, None
+            self.memory.release()
 
 
 @dataclass(eq=False)
@@ -122,18 +122,18 @@ class OffloadedActivations:
     """What one microbatch of a stage has offloaded."""
 
     stage: StageOffload
-    what: str
-    """Whose activations they are, in words: `of microbatch 2 on stage 1`."""
-    _of_layer: dict[int, list[_Memory]] = field(default_factory=dict)
-    """Position of a layer -> what it has saved, in that order."""
+    coordinate: str
+    """Whose activations they are, in messages: `of microbatch 2 on stage 1`."""
+    _of_layer: dict[int, list[_OffloadedStorage]] = field(default_factory=dict)
+    """Position of a layer -> the storages of what it has saved, in that order."""
     _written: dict[int, int] = field(default_factory=dict)
     """Position of a layer -> how many bytes of it are written."""
-    _by_begin: dict[int, _Memory] = field(default_factory=dict)
-    """Address -> the last one there."""
+    _by_begin: dict[int, _OffloadedStorage] = field(default_factory=dict)
+    """Address -> the last storage there."""
 
     def take(self, tensor: Tensor, position: int, stays: Collection[int]) -> OffloadedTensor | None:
-        """Begin to offload the memory of a tensor that the layer at `position` has saved; None if it is to stay. `stays`:
-        addresses of memory that does."""
+        """Begin to offload the storage of a tensor that the layer at `position` has saved; None if it stays. `stays`: addresses
+        of storages that do."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
         try:
@@ -142,38 +142,38 @@ class OffloadedActivations:
             return None
         if storage.nbytes() < offloading.SMALLEST_OFFLOADED_BYTES or begin in stays or begin % ALIGNED:
             return None
-        memory = self._by_begin.get(begin)
-        if memory is None or memory.storage() is not storage:  # what was there before is written, and gone
+        found = self._by_begin.get(begin)
+        if found is None or found.storage() is not storage:  # what was there before is written, and gone
             self._written[position] = of_layer = self._written.get(position, 0) + storage.nbytes()
             self.stage.layer_bytes = max(self.stage.layer_bytes, of_layer)
-            offloaded = self.stage.file.write(_as_bytes(storage), self.stage.layer_bytes)
-            memory = self._by_begin[begin] = _Memory(self.stage, position, weakref.ref(storage), offloaded)
-        if memory not in (saved := self._of_layer.setdefault(position, [])):
-            saved.append(memory)
-        return OffloadedTensor(memory, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            memory = self.stage.file.write(_as_bytes(storage), self.stage.layer_bytes)
+            found = self._by_begin[begin] = _OffloadedStorage(self.stage, position, weakref.ref(storage), memory)
+        if found not in (saved := self._of_layer.setdefault(position, [])):
+            saved.append(found)
+        return OffloadedTensor(found, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def fetch(self) -> None:
         """Begin to read what the backward pass needs first."""
         self._fetch_layer(max(self.stage.positions, default=None))
 
     def enter(self, position: int) -> None:
-        """The backward pass comes to the layer at `position`: let go what only layers behind it have saved, and begin to read
-        what the layer has, and the next one."""
-        for memory in (each for of_layer in self._of_layer.values() for each in of_layer):
-            if memory.first > position:
-                memory.release()
+        """The backward pass comes to the layer at `position`: release what only layers behind it have saved, and begin to read
+        what this layer and the next one have saved."""
+        for storage in (each for of_layer in self._of_layer.values() for each in of_layer):
+            if storage.first > position:
+                storage.release()
         self._fetch_layer(position)
         self._fetch_layer(self.stage.next_position(position))
 
     def _fetch_layer(self, position: int | None) -> None:
-        """Begin to read what the layer at a position has saved, what its backward needs first first."""
-        for memory in reversed(self._of_layer.get(-1 if position is None else position, ())):
-            memory.fetch()
+        """Begin to read what the layer at a position has saved, in the order in which its backward needs it; None: no layer."""
+        for storage in reversed(self._of_layer.get(position, ()) if position is not None else ()):
+            storage.fetch()
 
     def release(self) -> None:
-        """Forget all, wherever it is."""
-        for memory in (each for of_layer in self._of_layer.values() for each in of_layer):
-            memory.release()
+        """Drop all, in memory and in the file."""
+        for storage in (each for of_layer in self._of_layer.values() for each in of_layer):
+            storage.release()
         self._of_layer.clear()
         self._by_begin.clear()
 

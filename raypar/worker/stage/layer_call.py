@@ -34,7 +34,7 @@ from raypar.worker.process.seeded_calls import SeededCalls, UnseededDraw
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.stage.buffer_updates import BufferUpdates, same_bits
 from raypar.worker.stage.layer_tensors import LayerBuffer, LayerTensors
-from raypar.worker.stage.recomputation import SavedTensors
+from raypar.worker.stage.saved_tensors import SavedTensors
 from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 
 R = TypeVar("R")

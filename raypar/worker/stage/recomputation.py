@@ -1,4 +1,4 @@
-"""Saved tensors of a stage's layers; their recomputation: they are dropped after the forward, and refilled before the backward.
+"""Activation recomputation inside a stage: saved tensors are dropped after the forward and refilled before the backward.
 
 The autograd graph of the first forward stays, without the tensors that it saved. The second forward makes the same calls in the
 same order, so it saves the same tensors: the n-th fills the place of the n-th that was dropped. The second graph is discarded.
@@ -8,17 +8,10 @@ with gradients on, as in training, so a layer cannot tell them apart.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from raypar.errors import ModelError, UserCodeError
 from raypar.model.graph import Graph, Layer
-from raypar.plan.wording import count_noun
-from raypar.worker.stage.activation_offloading import OffloadedActivations, OffloadedTensor
 
 
 @dataclass(frozen=True)
@@ -46,88 +39,3 @@ class StageRecomputation:
 
 NO_RECOMPUTATION = StageRecomputation()
 """No layer is recomputed."""
-
-
-class SavedTensors:
-    """The tensors that one call of a layer (or of the loss) saves for its backward, in order.
-
-    Inside `recording` autograd saves their numbers instead. So the tensors can be dropped, and taken from a second call, or be
-    out of memory until the backward.
-    """
-
-    label: str
-    """Name of the call in messages: `layer 'block3'`."""
-    _tensors: list[Tensor | OffloadedTensor]
-    """The saved tensors; empty once they are dropped."""
-    _versions: list[int]
-    """Version counters of the tensors when they were saved."""
-    _layouts: list[tuple[torch.Size, torch.dtype]]
-    """(shape, dtype) of each saved tensor; kept when the tensors are dropped."""
-
-    _of: str
-    """Whose they are beside the label, in words, where they are offloaded."""
-
-    def __init__(self, label: str) -> None:
-        self.label, self._of = label, ""
-        self._tensors, self._versions, self._layouts = [], [], []
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context in which tensors that autograd saves are kept here, in place of those of a call that is made again."""
-        self._tensors, self._versions, self._layouts = [], [], []
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
-
-    def drop(self) -> None:
-        """Release the tensors."""
-        self._tensors, self._versions = [], []
-
-    def offload(self, to: OffloadedActivations, position: int, stays: Collection[int]) -> None:
-        """Have the tensors of the layer at `position` written out of memory. `stays`: addresses of memory that is no
-        activation. One that the layer itself has written into since it was saved stays, too: autograd refuses it."""
-        for number, tensor in enumerate(self._tensors):
-            if isinstance(tensor, Tensor) and tensor._version == self._versions[number]:
-                self._tensors[number] = to.take(tensor, position, stays) or tensor
-        self._of = to.what
-
-    def refill(self, again: SavedTensors) -> None:
-        """Take over the tensors of a second call, whose graph then holds none: a layer may keep its output.
-
-        Raises `UserCodeError` if their number, shapes or dtypes differ.
-        """
-        if again._layouts != self._layouts:
-            first = next((n for n, (a, b) in enumerate(zip(self._layouts, again._layouts, strict=False)) if a != b), None)
-            what = f"{count_noun(len(again._layouts), 'tensor')} where it had saved {len(self._layouts)}"
-            if first is not None:
-                (shape, dtype), (now, now_dtype) = self._layouts[first], again._layouts[first]
-                what = f"{list(now)} {now_dtype} as tensor {first} where it had saved {list(shape)} {dtype}"
-            raise UserCodeError(
-                f"{self.label} computes something else when it is run again: for its backward it saves {what}",
-                cure="leave it out of plan.recompute, or let its forward depend on its inputs and parameters only",
-            )
-        self._tensors, self._versions = again._tensors, again._versions
-        again.drop()
-
-    def _pack(self, tensor: Tensor) -> int:
-        # Detached, because a saved output would hold its own graph. It shares memory and version counter.
-        self._tensors.append(tensor.detach())
-        self._versions.append(tensor._version)
-        self._layouts.append((tensor.shape, tensor.dtype))
-        return len(self._tensors) - 1
-
-    def _unpack(self, number: int) -> Tensor:
-        if number >= len(self._tensors):
-            raise ModelError(
-                f"a gradient goes back through {self.label} after its forward and before its activations are recomputed",
-                cure="leave the layer out of plan.recompute, or keep no tensor of its graph beyond its forward",
-            )
-        tensor = self._tensors[number]
-        if isinstance(tensor, OffloadedTensor):
-            return tensor.tensor(f"activations of {self.label}, {self._of},")
-        if tensor._version != self._versions[number]:
-            raise RuntimeError(  # as autograd, which does not look at tensors that hooks keep
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{list(tensor.shape)} {tensor.dtype}, saved by {self.label}, is at version {tensor._version}; expected "
-                f"version {self._versions[number]} instead"
-            )
-        return tensor

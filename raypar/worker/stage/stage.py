@@ -52,8 +52,9 @@ from raypar.worker.stage.layer_tensors import (
     read_inputs,
 )
 from raypar.worker.stage.loss import LossCall
-from raypar.worker.stage.recomputation import NO_RECOMPUTATION, SavedTensors, StageRecomputation
+from raypar.worker.stage.recomputation import NO_RECOMPUTATION, StageRecomputation
 from raypar.worker.stage.running_statistics import make_stand_ins
+from raypar.worker.stage.saved_tensors import SavedTensors
 from raypar.worker.stage.stage_coordinate_in_errors import StageCoordinate
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.whole_layers import BEFORE_ALL, PassKind, WholeLayers

@@ -91,7 +91,7 @@ class ActivationFile:
         return OffloadedMemory(self, memory, room)
 
     def settle(self) -> None:
-        """Wait until all is written, and read that is to be."""
+        """Wait until all writes and reads that have begun are done."""
         for threads in (self._writer, self._reader):
             threads.submit(lambda: None).result(self._timeout_s)
 
@@ -105,14 +105,14 @@ class ActivationFile:
             while done < memory.nbytes:
                 done += os.pwrite(self._descriptor(), data[done:], memory.room.start + done)
             del data
-            memory.written()
+            memory.drop_source()
         except OSError as error:
             self._failure = error
         finally:
             self.count_written(memory.nbytes)
 
     def count_written(self, nbytes: int) -> None:
-        """Count what is written, or is not to be any more."""
+        """Count bytes that are no longer to be written."""
         with self._changed:
             self._unwritten -= nbytes
             self._changed.notify_all()
@@ -196,10 +196,10 @@ class OffloadedMemory:
         self._lock = threading.Lock()
         self._source: Tensor | None = memory
         """The memory, until it is written; None afterwards. Guarded by the lock."""
-        self._again: Tensor | None = None
-        """The memory again, or new memory into which it is read."""
+        self._restored: Tensor | None = None
+        """The memory itself, if it was fetched before it was written, or new memory into which it is read."""
         self._reading: Future[None] | None = None
-        """When that is filled; None: it is, or is not asked for yet."""
+        """Done when `_restored` is filled; None: it is, or was not asked for yet."""
         self._room_goes_back = False
         """Whether the room will be given back."""
         self._writing = file.begin_writing(self)
@@ -207,45 +207,45 @@ class OffloadedMemory:
     @property
     def is_back(self) -> bool:
         """Whether the memory is there again, or on its way back."""
-        return self._again is not None
+        return self._restored is not None
 
     def source(self) -> memoryview:
         """The bytes to write."""
         assert self._source is not None
         return self._source.numpy().data
 
-    def written(self) -> None:
-        """All is in the file: the memory may go."""
+    def drop_source(self) -> None:
+        """Let go of the memory, all of which is in the file now."""
         with self._lock:
             self._source = None
 
     def fetch(self) -> None:
-        """Begin to bring the memory back. What is not written yet is still there."""
-        if self._again is not None:
+        """Begin to read the memory; what is not written yet is still there."""
+        if self._restored is not None:
             return
         if self._writing.cancel():
             self._file.count_written(self.nbytes)
         with self._lock:
-            self._again = self._source
-        if self._again is None:
-            self._again, self._reading = self._file.begin_reading(self.room, self.nbytes)
+            self._restored = self._source
+        if self._restored is None:
+            self._restored, self._reading = self._file.begin_reading(self.room, self.nbytes)
         self._give_room_back(self._reading or self._writing)
 
     def wait(self, what: str) -> Tensor:
         """The memory; waits until it is back. `what`: whose it is, in words, for an error after the time limit."""
         self.fetch()
-        assert self._again is not None
+        assert self._restored is not None
         if self._reading is not None:
             self._file.wait(self._reading, what)
             self._reading = None
-        return self._again
+        return self._restored
 
     def release(self) -> None:
-        """Forget it, wherever it is."""
+        """Drop the bytes, in memory and in the file."""
         if not self._room_goes_back and self._writing.cancel():
             self._file.count_written(self.nbytes)
         self._give_room_back(self._writing)
-        self._again = self._source = None
+        self._restored = self._source = None
 
     def _give_room_back(self, after: Future[None]) -> None:
         if not self._room_goes_back:
