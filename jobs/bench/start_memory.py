@@ -36,7 +36,7 @@ import torch
 from raypar.plan import ParallelPlan
 from raypar.worker.process.allocator_and_garbage_collector import keep_freed_memory, return_unused_memory
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.stage.initial_state import make_initial_stage_state
+from raypar.worker.stage.initial_state import StageStateSource
 from jobs.bench import start_memory as bench
 from raypar.job import LossConfig
 from raypar.job import ModelConfig
@@ -50,7 +50,7 @@ def kib(key):
 def build(width, depth, vocab, mode):
     graph = make_layer_graph(bench.job(width, depth, vocab, mode))
     first, last = bench.STAGES[1]
-    made = make_initial_stage_state(graph, first, last, bench.job(width, depth, vocab, mode))
+    made = StageStateSource(graph, first, last, bench.job(width, depth, vocab, mode)).initial()
     graph.initial_values.release()
     return graph, made
 

@@ -10,7 +10,6 @@ from raypar.files.json_type import Json
 from raypar.plan import GradientRelay, Microbatches, MicrobatchRouting, ParallelPlan, Role, StageConnections, StageEdge
 from raypar.plan.bundle_parts import network_bytes, node_of_each_replica
 from raypar.plan.layer_patterns import describe_layers
-from raypar.plan.recomputation import describe_recomputed_layers
 from raypar.plan.stage_plan import GATHER_SPANS
 from raypar.plan.wording import count_noun
 
@@ -188,7 +187,7 @@ def activations_as_dict(plan: ParallelPlan, schedule: Schedule, names: Sequence[
 
     return {
         "recompute": list(plan.recompute),
-        "recomputed": describe_recomputed_layers(plan.recompute, names),
+        "recomputed": describe_layers(plan.recompute, names),
         "stages_that_keep_activations": list(stages_not_worth_recomputing(schedule, plan)),
         "offload": list(plan.offload),
         "offloaded": describe_layers(plan.offload, names),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raypar.plan.layer_patterns import describe_layers, match_layer_patterns
+from raypar.plan.layer_patterns import match_layer_patterns
 from raypar.plan.parallel_plan import ParallelPlan
 
 RecomputePolicy = str | tuple[str, ...]
@@ -27,8 +27,3 @@ def resolve_recomputed_layers(policy: RecomputePolicy, names: Sequence[str]) -> 
 def apply_recompute_policy(plan: ParallelPlan, policy: RecomputePolicy, names: Sequence[str]) -> ParallelPlan:
     """The plan with the recomputed layers that the policy names. Under `none` the plan keeps those that it has itself."""
     return plan if policy == "none" else replace(plan, recompute=resolve_recomputed_layers(policy, names))
-
-
-def describe_recomputed_layers(layers: Sequence[int], names: Sequence[str]) -> str:
-    """The recomputed layers as text: `all 8 layers`, `3 of 8 layers: block0, block1, block2`; empty for none."""
-    return describe_layers(layers, names)

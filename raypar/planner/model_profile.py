@@ -65,7 +65,7 @@ class KeptStorages:
     ) -> dict[str, int]:
         """Kind of kept memory -> bytes that a stage of layers [first, last) keeps for a microbatch.
 
-        `recomputed`, `offloaded`: indices of those of its layers that are.
+        `recomputed`, `offloaded`: indices of its recomputed and offloaded layers.
         """
         here = range(first, last)
         received = self._received(here)
@@ -265,7 +265,7 @@ class ModelProfile:
     offloads_optimizer: bool = False
     """Whether what the optimizer keeps, masters and averages lie in files."""
     offload_bandwidth: float = float("inf")
-    """Bytes of offloaded activations that a worker writes, or reads, in a ms."""
+    """Of the files of offloaded activations, to write and to read, in bytes per ms."""
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -28,6 +28,7 @@ from raypar.worker.check_packing import check_documents_apart, check_first_label
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch
 from raypar.worker.data.packing import Packing
 from raypar.worker.data.padding import MASKED_LABEL
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.plain_microbatches import (
     UNSEEN,
     Batches,
@@ -90,7 +91,7 @@ class _PlainModule(PlainMicrobatches):
         assert cache.skeleton is not None and graph.initial_values is not None
         self._cache = cache
         self.model = SkeletonCopier(cache.skeleton)()
-        dtype = getattr(torch, spec.dtype)
+        dtype = dtype_of_job(spec)
         own = {name for layer in graph.layers for _, name in layer.own_names or ()}
         names = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
         aliases = dict(graph.aliases)

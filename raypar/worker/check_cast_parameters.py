@@ -11,7 +11,7 @@ from raypar.job import Job
 from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import layer_sizes, shared_skeleton
 from raypar.plan import ParallelPlan
-from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS
+from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS, dtype_of_job
 from raypar.worker.plain_microbatches import MOST_BYTES, with_few_microbatches
 from raypar.worker.run_in_one_process import OneProcessRun
 
@@ -19,7 +19,7 @@ from raypar.worker.run_in_one_process import OneProcessRun
 def line_about_cast_parameters(spec: Job, graph: Graph) -> str | None:
     """A line for the user about parameters and buffers that the model function has made in another floating point dtype than
     the job's; None if there are none."""
-    counts, total, wanted = Counter[torch.dtype](), 0, getattr(torch, spec.dtype)
+    counts, total, wanted = Counter[torch.dtype](), 0, dtype_of_job(spec)
     for layer in graph.layers:
         module = shared_skeleton(layer)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -47,7 +47,7 @@ def check_cast_parameters(spec: Job, graph: Graph) -> None:
     Computes one microbatch, if the model function has made parameters or buffers in another floating point dtype and the model
     has at most `MOST_BYTES`. Other errors are left to the first step.
     """
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype = dtype_of_job(spec)
     cast = {
         layer.name: f"{layer.qualify(path)} is {str(tensor.dtype).removeprefix('torch.')}"
         for layer in graph.layers

@@ -23,7 +23,7 @@ from raypar.torch_compat.avoid_dynamo_import import meta_operations_without_dyna
 from raypar.torch_compat.dispatch import OperatorValue, TorchDispatchMode, run_operation, schema_of
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS
-from raypar.worker.layer_precisions import parameter_dtype_of
+from raypar.worker.layer_precisions import dtype_of_job, parameter_dtype_of
 from raypar.worker.stage.loss import make_loss_function
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def check_deterministic_kernels(spec: Job, graph: Graph, batch: Mapping[str, Ten
     with preserve_random_state(), torch.enable_grad(), meta_operations_without_dynamo():
         try:
             for layer in graph.layers:
-                module = round_parameters_of(convert_module_dtype(build_on_meta(layer), getattr(torch, spec.dtype)), rounded_to)
+                module = round_parameters_of(convert_module_dtype(build_on_meta(layer), dtype_of_job(spec)), rounded_to)
                 made = run(f"layer {layer.name!r}", module, [values[name] for name in layer.inputs])
                 values |= zip(layer.outputs, made, strict=True)
             loss = graph.loss_of_values(make_loss_function(spec.loss))

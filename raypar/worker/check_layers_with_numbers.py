@@ -22,6 +22,7 @@ from raypar.plan import ParallelPlan
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.worker.check_packing import check_documents_apart, check_first_label, line_about_documents, packing_of
 from raypar.worker.data.packing import Packing
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.plain_microbatches import (
     MOST_BYTES,
     UNSEEN,
@@ -67,7 +68,7 @@ class _Layers(PlainMicrobatches):
     """The layers, one after the other in one process."""
 
     def __init__(self, spec: Job, batches: Batches, graph: Graph) -> None:
-        modules = materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=getattr(torch, spec.dtype))
+        modules = materialise(graph, 0, len(graph.layers), seed=spec.seed, dtype=dtype_of_job(spec))
         super().__init__(spec, "a layer", modules, batches)
         self._graph = graph
         self._loss = graph.loss_of_values(make_loss_function(spec.loss))
@@ -141,7 +142,7 @@ def check_shards_with_numbers(spec: Job, graph: Graph, layout: TensorParallelLay
 
     Returns why nothing was compared, if so: models of more than `MOST_BYTES`, and losses that are not finite, are not.
     """
-    item = getattr(torch, spec.dtype).itemsize
+    item = dtype_of_job(spec).itemsize
     size = sum(shape.numel() for shape in state_shapes(graph, 0, len(graph.layers)).values()) * item
     if size > MOST_BYTES:
         return f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried"

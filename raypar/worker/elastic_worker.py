@@ -17,9 +17,7 @@ from raypar.comm.routine import Routine, RoutineWait
 from raypar.comm.transport import Transport
 from raypar.errors import StateNotKeptError
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, Digest, Piece, merge_pieces
-from raypar.plan.shard_ranges import (
-    TensorCut,
-)
+from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.vote_result import VoteResult
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
 from raypar.worker.required_communicators import device_to_device_rank_pairs
@@ -38,12 +36,7 @@ from raypar.worker.state.parameter_state import (
 )
 from raypar.worker.state.state_assembly import StateAssembly
 from raypar.worker.step.message_tags import state_tag
-from raypar.worker.step.optimizer_state import (
-    OptimizerState,
-    Value,
-    names_with_patterns,
-    write_optimizer_state,
-)
+from raypar.worker.step.optimizer_state import OptimizerState, Value, names_with_patterns, write_optimizer_state
 from raypar.worker.step.owned_parameters import named_parameters
 from raypar.worker.worker_core import WorkerCore
 from raypar.worker.worker_reports import StepReport, ValidationReport

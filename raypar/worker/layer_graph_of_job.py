@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from raypar.errors import ModelError, RayparError, UserCodeError
@@ -34,7 +33,7 @@ from raypar.worker.data.sample_order import SampleOrder, SamplePosition
 from raypar.worker.data.sample_reader import SampleReader
 from raypar.worker.data.stream_loader import FirstSamples, first_samples
 from raypar.worker.data.user_dataset import is_stream, make_dataset
-from raypar.worker.layer_precisions import autocast_of, parameter_dtype_of
+from raypar.worker.layer_precisions import autocast_of, dtype_of_job, parameter_dtype_of
 from raypar.worker.metrics.metric import make_metrics
 from raypar.worker.pretrained.initial_values import WeightsFromFile, weights_from_file
 
@@ -88,7 +87,7 @@ def make_layer_graph(spec: Job, guard: CallGuard = contextlib.nullcontext) -> Gr
     if spec.init_from is not None:
         assert graph.initial_values is not None
         values = weights_from_file(spec, graph, graph.initial_values)
-        put_initial_buffers_into_captured_model(graph, values, getattr(torch, spec.dtype))
+        put_initial_buffers_into_captured_model(graph, values, dtype_of_job(spec))
         graph = replace(graph, initial_values=values)
     if spec.init == "by-name":
         of_file = graph.initial_values.names if isinstance(graph.initial_values, WeightsFromFile) else ()
@@ -300,7 +299,7 @@ def module_capture_of_job(spec: Job, guard: CallGuard) -> ModuleCaptureOptions:
     return ModuleCaptureOptions(
         fields,
         read,
-        dtype=getattr(torch, spec.dtype),
+        dtype=dtype_of_job(spec),
         input=spec.data.input or "x",
         target=spec.loss_target_name,
         wants_loss=spec.loss.is_loss_of_model,

@@ -52,7 +52,7 @@ from raypar.worker.data.trial_batches_of_padded_lengths import lengthened
 from raypar.worker.data.user_dataset import is_stream, make_dataset
 from raypar.worker.kept_predictions import Prediction
 from raypar.worker.layer_graph_of_job import make_layer_graph
-from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
+from raypar.worker.layer_precisions import dtype_of_job, gradient_dtype_of, parameter_dtype_of
 from raypar.worker.measure_kept_storages import (
     KeptStoragesMeasurement,
     forward_first_microbatch,
@@ -261,7 +261,7 @@ def profile_layers(
         state["master"] = {}
     if gradient_dtype_of(spec.precision) is not None:
         state["widened"] = {}
-    for index, held in enumerate(initial_values_by_layer(graph, spec.seed, getattr(torch, spec.dtype))):
+    for index, held in enumerate(initial_values_by_layer(graph, spec.seed, dtype_of_job(spec))):
         profile, outputs, of_layer, of_copies, may_recompute = _profile_layer(
             spec, graph, routing, index, held, chains, refuse=recompute is not None
         )

@@ -23,7 +23,7 @@ from raypar.plan.seeds import seed_of
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
 from raypar.worker.check_state_between_microbatches import ComputedMicrobatch, compute_with_and_without_state
-from raypar.worker.layer_precisions import autocast_of, layer_precision_of, parameter_dtype_of
+from raypar.worker.layer_precisions import autocast_of, dtype_of_job, layer_precision_of, parameter_dtype_of
 from raypar.worker.measure_profile import read_microbatches_of_steps
 from raypar.worker.process.seed_generators import make_seeder
 
@@ -94,7 +94,7 @@ def first_microbatches(spec: Job, graph: Graph) -> tuple[Job, Batches]:
 
 def refuse_large_models(spec: Job, graph: Graph) -> None:
     """Raises `NotCompared` for models that are not computed before a run (`MOST_BYTES`)."""
-    state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
+    state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), dtype_of_job(spec))
     size = sum(tensor.nbytes for tensor in state.values())
     if size > MOST_BYTES:
         raise NotCompared(f"its parameters and buffers have {size / 2**20:.0f} MiB, and up to {MOST_BYTES >> 20} MiB are tried")
@@ -214,7 +214,7 @@ class PlainMicrobatches:
         finally:
             self.in_backward = False
         spec = self._spec
-        dtype: torch.dtype = getattr(torch, spec.dtype)
+        dtype = dtype_of_job(spec)
         gradients = {name: p.grad.to(dtype) for name, p in self.named_parameters() if p.grad is not None}
         self._forget_gradients()
         return _Run(ComputedMicrobatch(float(total.detach()), count, gradients), before.is_changed())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from raypar.worker.data.user_dataset import is_stream
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.make_worker_assignments import make_validation_batching
 from raypar.worker.norm_and_weights_hash import square_gradients
 from raypar.worker.step.optimizer_and_parameter_groups import build_optimizer
@@ -26,7 +27,7 @@ def warm_up_process(core: WorkerCore, *, data: bool) -> None:
             optimizer = build_optimizer(each, {"warm.up": parameter})
             (parameter * 2).sum().backward()
             optimizer.step()
-    square_gradients([torch.zeros(2, dtype=getattr(torch, core.spec.dtype), device=core.device)])  # which loads its kernel
+    square_gradients([torch.zeros(2, dtype=dtype_of_job(core.spec), device=core.device)])  # which loads its kernel
     samples: dict[str, int] = {}
     if data:
         core.data.dataset(core.spec.data)

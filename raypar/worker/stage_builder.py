@@ -38,7 +38,7 @@ from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.torch_compat.autograd import can_forget_gradient_hooks
 from raypar.worker.kept_predictions import Prediction
-from raypar.worker.layer_precisions import gradient_dtype_of, parameter_dtype_of
+from raypar.worker.layer_precisions import dtype_of_job, gradient_dtype_of, parameter_dtype_of
 from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.seed_generators import HostGenerators, make_seeder, make_torch_seeder
 from raypar.worker.process.seeded_calls import SeededCalls
@@ -47,12 +47,7 @@ from raypar.worker.stage.activation_offloading import StageOffload
 from raypar.worker.stage.backward import DeferredGradients, LayerBackwardHooks
 from raypar.worker.stage.buffer_updates import BufferUpdates
 from raypar.worker.stage.gradient_accumulator import GradientAccumulator
-from raypar.worker.stage.initial_state import (
-    ALL,
-    InitialStageState,
-    make_initial_stage_state,
-    make_unfilled_stage_state,
-)
+from raypar.worker.stage.initial_state import InitialStageState, StageStateSource
 from raypar.worker.stage.layer_call import LayerCall
 from raypar.worker.stage.layer_tensors import StageTensors
 from raypar.worker.stage.loss import LossCall, make_loss_function
@@ -194,7 +189,7 @@ def materialise_stage_modules(
 ) -> dict[str, nn.Module]:
     """Layer name -> module with values, on the device; of a stage that is cut, sharded layers in the place of whole ones.
     `takes`: as in `build_stage`; in the place of these layers there are empty modules."""
-    here, dtype = plan.stages[index], getattr(torch, spec.dtype)
+    here, dtype = plan.stages[index], dtype_of_job(spec)
     if shard is None:
         modules = materialise(graph, here.first, here.last, seed=spec.seed, dtype=dtype, values=values)
     else:
@@ -462,11 +457,11 @@ class StageBuilder:
         """What a stage begins with at the beginning of a run, or, if `unfilled`, before a checkpoint is read. Where replicas
         divide parameters, what others keep is not allocated before it is gathered."""
         plan = self.assignment.plan
-        here, keep = plan.stages[index], ALL
-        if self.ownership.divides(index, "parameter"):
-            keep = self.ownership.runs_by_name(index, number, plan.role_in(self.transport.rank, index).replica)
-        make = make_unfilled_stage_state if unfilled else make_initial_stage_state
-        return make(self.graph, here.first, here.last, self.spec, shard, keep, self.device)
+        here, replica = plan.stages[index], plan.role_in(self.transport.rank, index).replica
+        divides = self.ownership.divides(index, "parameter")
+        keep = self.ownership.runs_by_name(index, number, replica) if divides else {}
+        source = StageStateSource(self.graph, here.first, here.last, self.spec, shard, keep, self.device)
+        return source.unfilled() if unfilled else source.initial()
 
     def build_shards(self) -> dict[ShardOfStage, StageShard | None]:
         """The virtual shards of its stages that this worker computes, in order; None for a stage that is not cut."""

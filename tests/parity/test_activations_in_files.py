@@ -113,8 +113,8 @@ def test_inside_a_backward_those_of_two_layers_are_there_as_the_sheet_says(sched
 
     def watched(self: OffloadedActivations, position: int) -> None:
         enter(self, position)
-        here = {id(m): m for saved in self._of_layer.values() for m in saved if m.again is not None or m.offloaded.is_back}
-        most[self.what] = max(most.get(self.what, 0), sum(m.offloaded.nbytes for m in here.values()))
+        here = {id(m): m for saved in self._of_layer.values() for m in saved if m.restored is not None or m.memory.is_back}
+        most[self.coordinate] = max(most.get(self.coordinate, 0), sum(m.memory.nbytes for m in here.values()))
 
     monkeypatch.setattr(OffloadedActivations, "enter", watched)
     with OneProcessRun(in_folder(spec, tmp_path), plan, orders, graph=graph) as run:

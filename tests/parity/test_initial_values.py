@@ -40,7 +40,7 @@ from raypar.worker.pretrained import safetensors_weights, weights_file
 from raypar.worker.pretrained.initial_values import with_weights_fingerprint
 from raypar.worker.process.torch_state_guard import TorchStateGuard
 from raypar.worker.run_in_one_process import OneProcessRun
-from raypar.worker.stage.initial_state import make_initial_stage_state
+from raypar.worker.stage.initial_state import StageStateSource
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.state.mirror import StateCopy
 from raypar.worker.state.parameter_state import WHOLE
@@ -313,7 +313,7 @@ def never_the_same() -> nn.Module:
 def test_workers_that_begin_with_other_values_are_found():
     spec = job("constructors").replace(model=ModelConfig(function=never_the_same))
     found = InitialDigestCheck()
-    built = [make_initial_stage_state(make_layer_graph(spec), 0, 4, spec).digests for _ in range(2)]
+    built = [StageStateSource(make_layer_graph(spec), 0, 4, spec).initial().digests for _ in range(2)]
     errors = [found.add(worker, described(initial=digests)) for worker, digests in enumerate(built)]
     assert errors[0] is None
     assert isinstance(errors[1], ModelError) and "workers 0 and 1 begin with other values of 1.up.weight" in errors[1].what
@@ -467,7 +467,7 @@ def test_a_shard_reads_its_slices_of_a_file_and_nothing_else(tmp_path, monkeypat
     layout, names = compute_shard_layout(graph, 2, dict(STYLES)), dict(model.named_parameters())
     for rank in range(2):
         shard = StageShard(SimpleNamespace(shard=rank, size=2), layout)
-        state = make_initial_stage_state(graph, 0, 1, spec, shard)
+        state = StageStateSource(graph, 0, 1, spec, shard).initial()
         assert all(torch.equal(state.values[name], shard.part(name, whole)) for name, whole in names.items())
         assert len(state.digests) == len(names) and "0.up.weight" not in state.digests and "0.norm.weight" in state.digests
     assert made["0.up.weight"] == [(4, 6)] * 2 and made["0.down.weight"] == [(6, 4)] * 2 and made["0.up.bias"] == [(4,)] * 2

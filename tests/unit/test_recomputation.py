@@ -10,7 +10,8 @@ from raypar.draw.text_grid import order_grid
 from raypar.errors import ConfigError, PlanError, ScheduleError
 from raypar.job.read_job import load_job
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections
-from raypar.plan.recomputation import describe_recomputed_layers, resolve_recomputed_layers
+from raypar.plan.layer_patterns import describe_layers
+from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.planner.model_profile import LayerProfile, ModelProfile
 from raypar.planner.plan_search import search_plans
 from raypar.schedule import registry
@@ -65,9 +66,9 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_names_there_are():
 
 
 def test_layers_in_words():
-    assert describe_recomputed_layers((), NAMES) == ""
-    assert describe_recomputed_layers(range(5), NAMES) == "all 5 layers"
-    assert describe_recomputed_layers((1, 3), NAMES) == "2 of 5 layers: block0, block2"
+    assert describe_layers((), NAMES) == ""
+    assert describe_layers(range(5), NAMES) == "all 5 layers"
+    assert describe_layers((1, 3), NAMES) == "2 of 5 layers: block0, block2"
 
 
 def test_a_plan_knows_the_recomputed_layers_of_each_stage():

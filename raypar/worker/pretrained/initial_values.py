@@ -19,6 +19,7 @@ from raypar.model.initial_values_source_protocol import DimRanges, InitialValues
 from raypar.model.layer_skeletons import parameter_shapes, parameters_and_buffers_on_meta, persistent_buffers
 from raypar.plan.wording import count_noun
 from raypar.storage.checkpoint_store import CheckpointRef
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.pretrained.open_weights import absolute_weights_path, open_weights, resolve_weights_source
 from raypar.worker.pretrained.weights_file import FLOATING
 from raypar.worker.pretrained.weights_matching import match_weights
@@ -97,7 +98,7 @@ def weights_from_file(spec: Job, graph: Graph, own: InitialValues) -> WeightsFro
     """The initial values of `graph` under `spec.init_from`. Raises `CheckpointError` for weights of another model."""
     source = spec.init_from
     assert source is not None
-    state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), getattr(torch, spec.dtype))
+    state = parameters_and_buffers_on_meta(graph, 0, len(graph.layers), dtype_of_job(spec))
     kept = {*parameter_shapes(graph), *persistent_buffers(graph)}
     path = source.path if source.fingerprint else resolve_weights_source(source.path)[0]
     with open_weights(path) as file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from raypar.model.layer_skeletons import parameters_and_buffers_on_meta, state_s
 from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.plan.ownership import OwnedRun
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.tensors_without_memory import without_memory
 
 RunsToKeep = Mapping[str, Sequence[tuple[int, int]]]
 """Parameter of which a worker keeps runs only, as it lies here -> these: (first element, element behind the last)."""
-ALL: RunsToKeep = MappingProxyType[str, Sequence[tuple[int, int]]]({})
-"""Everything is kept whole."""
 
 
 @dataclass
@@ -49,53 +47,54 @@ class InitialStageState:
             self.runs[OwnedRun(name, start, stop)] = tensor.reshape(-1)[start:stop].to(device, copy=True)
 
 
-def make_initial_stage_state(
-    graph: Graph,
-    first: int,
-    last: int,
-    spec: Job,
-    shard: StageShard | None = None,
-    keep: RunsToKeep = ALL,
-    device: torch.device = CPU,
-) -> InitialStageState:
-    """The initial state of layers [first, last). Raises `ModelError`.
+@dataclass(frozen=True)
+class StageStateSource:
+    """Makes the state at step 0 of layers [first, last)."""
 
-    Of tensors that come from a file, a shard reads its slices only. Other tensors are made whole, and cut one after the other.
-    `keep`: of which tensors only runs are kept; these are put on `device`.
-    """
-    made = InitialStageState()
-    dtype = getattr(torch, spec.dtype)
-    initial, names = initial_values_of(graph, spec.seed), state_shapes(graph, first, last)
-    if shard is not None:
-        cuts = {name: shard.layout.cuts[name] for name in names if name in shard.layout.cuts}
-        slices = {name: (cut.dim, cut.indices_by_shard[shard.group.shard]) for name, cut in cuts.items()}
-        for name, part in initial.stream_slices(slices, dtype):
-            made.digests[f"{name} (indices {slices[name][1]} of dim {slices[name][0]})"] = tensor_crc32(part)
-            made.take(name, part, keep, device)
-    for name, whole in initial.stream([name for name in names if name not in made.values], dtype):
-        made.digests[name] = tensor_crc32(whole)
-        part = whole if shard is None else shard_slice_of(shard.layout, name, whole, shard.group.shard)
-        made.take(name, part, keep, device)
-    return made
+    graph: Graph
+    """The whole model."""
+    first: int
+    """Index of the first layer."""
+    last: int
+    """Index behind the last layer."""
+    spec: Job
+    """The job."""
+    shard: StageShard | None = None
+    """The shard to cut tensors for; None: they are whole."""
+    keep: RunsToKeep = field(default_factory=dict)
+    """The tensors of which only runs are kept."""
+    device: torch.device = CPU
+    """Where these runs are put."""
 
+    def initial(self) -> InitialStageState:
+        """The initial values. Raises `ModelError`.
 
-def make_unfilled_stage_state(
-    graph: Graph,
-    first: int,
-    last: int,
-    spec: Job,
-    shard: StageShard | None = None,
-    keep: RunsToKeep = ALL,
-    device: torch.device = CPU,
-) -> InitialStageState:
-    """Uninitialised tensors for the state of layers [first, last), as `make_initial_stage_state` has them; the caller fills
-    them."""
-    found = InitialStageState()
-    for name, whole in parameters_and_buffers_on_meta(graph, first, last, getattr(torch, spec.dtype)).items():
-        cut = shard.layout.cuts.get(name) if shard is not None else None
-        local = whole.shape if shard is None or cut is None else shard_slice_shape(cut, whole.shape, shard.group.shard)
-        found.take(name, torch.empty(local, dtype=whole.dtype), keep, device)
-    return found
+        Of tensors that come from a file, a shard reads its slices only. Other tensors are made whole, and cut one after the
+        other.
+        """
+        made, shard, dtype = InitialStageState(), self.shard, dtype_of_job(self.spec)
+        initial, names = initial_values_of(self.graph, self.spec.seed), state_shapes(self.graph, self.first, self.last)
+        if shard is not None:
+            cuts = {name: shard.layout.cuts[name] for name in names if name in shard.layout.cuts}
+            slices = {name: (cut.dim, cut.indices_by_shard[shard.group.shard]) for name, cut in cuts.items()}
+            for name, part in initial.stream_slices(slices, dtype):
+                made.digests[f"{name} (indices {slices[name][1]} of dim {slices[name][0]})"] = tensor_crc32(part)
+                made.take(name, part, self.keep, self.device)
+        for name, whole in initial.stream([name for name in names if name not in made.values], dtype):
+            made.digests[name] = tensor_crc32(whole)
+            part = whole if shard is None else shard_slice_of(shard.layout, name, whole, shard.group.shard)
+            made.take(name, part, self.keep, self.device)
+        return made
+
+    def unfilled(self) -> InitialStageState:
+        """Uninitialised tensors, which the caller fills."""
+        found, shard = InitialStageState(), self.shard
+        of_layers = parameters_and_buffers_on_meta(self.graph, self.first, self.last, dtype_of_job(self.spec))
+        for name, whole in of_layers.items():
+            cut = shard.layout.cuts.get(name) if shard is not None else None
+            local = whole.shape if shard is None or cut is None else shard_slice_shape(cut, whole.shape, shard.group.shard)
+            found.take(name, torch.empty(local, dtype=whole.dtype), self.keep, self.device)
+        return found
 
 
 def tensor_crc32(tensor: Tensor) -> int:

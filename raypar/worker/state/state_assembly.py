@@ -1,7 +1,7 @@
-"""Makes the state that a worker needs under a new plan of what it holds and what it was sent, one parameter after the other.
+"""Assembles a worker's state under a new plan from what it holds and what it was sent, one parameter after the other.
 
-What others own is not allocated where it will be gathered, and of a parameter's state before nothing is kept that is in the new
-one. So a worker has its state before and after, what is in both once, and one parameter's state besides.
+Elements that others own and that are gathered later get no memory, and the old state of a parameter is let go as soon as its
+new state is made. So at most the old and the new state are in memory, what both have once, and one parameter's state besides.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from raypar.plan.shard_ranges import (
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.plan.wording import after_steps
 from raypar.worker.checkpoint.state_key import PARAMETER
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.stage.initial_state import InitialStageState
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.stage.tensors_without_memory import without_memory
@@ -67,12 +68,12 @@ class StateAssembly:
     """Knows the model and how it is cut."""
     worker: int
     """The worker's number, for messages."""
-    part: AdoptPlanCommand
-    """The worker's part of the new plan."""
+    command: AdoptPlanCommand
+    """What the worker is to adopt: the new plan, and its program."""
     rank: int
     """Its rank there."""
     whole_cut: Callable[[str], TensorCut | None]
-    """How shards would cut a parameter that is whole here."""
+    """Parameter that is whole here -> how shards would cut it; None: they would not."""
     base: dict[str, list[ParameterState]]
     """Parameter or buffer -> parts of its state here. In the end each part is the new one's, or one that this does not have."""
     stages: dict[ShardOfStage, InitialStageState] = field(default_factory=dict)
@@ -85,7 +86,7 @@ class StateAssembly:
     """`id` of the tensors that a stage has."""
 
     def run(self) -> None:
-        """Make all. Raises `RayparError` if elements are missing."""
+        """Assemble all parameters and buffers. Raises `RayparError` if elements are missing."""
         wanted = self._wanted()
         for name in [*(name for name in self.base if name not in wanted), *wanted]:
             made = [holding for each in wanted.get(name, ()) for holding in self._make(each)]
@@ -93,7 +94,7 @@ class StateAssembly:
             self.base[name] = [*made, *self.left[name]]
 
     def _wanted(self) -> dict[str, list[_Wanted]]:
-        plan = self.part.assignment.plan
+        plan = self.command.assignment.plan
         owner = self.core.ownership_of(plan)
         found: dict[str, list[_Wanted]] = {}
         for index in plan.stages_of(self.rank):
@@ -140,7 +141,7 @@ class StateAssembly:
         """As `_make`, of a parameter of which some runs are kept."""
         name, place, shape = wanted.name, wanted.slice, self._shape(wanted.name)
         local = tuple(shape) if place.cut is None else shard_slice_shape(place.cut, shape, place.shard)
-        dtype = getattr(torch, self.core.spec.dtype)
+        dtype = dtype_of_job(self.core.spec)
         make = without_memory if wanted.waits_for_gather else torch.empty
         stage, found = self.stages[wanted.index], list[ParameterState]()
         stage.values[name] = tensor = make(local, dtype=dtype, device=self.core.device)
@@ -181,7 +182,7 @@ class StateAssembly:
         return frozenset(name for layer in found for name in state_shapes(graph, layer, layer + 1))
 
     def _lacks(self, name: str) -> RayparError:
-        what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(self.part.steps_done)}"
+        what = f"worker {self.worker} lacks elements of {name} of the state {after_steps(self.command.steps_done)}"
         return RayparError(what, cure="report this: the pieces that it holds and was sent do not cover them")
 
     def _shape(self, name: str) -> torch.Size:

@@ -22,6 +22,7 @@ from raypar.model.graph import Graph
 from raypar.model.layer_skeletons import frozen_parameters, parameter_shapes
 from raypar.user_code.stop_signals import reraise_ctrl_c
 from raypar.user_code.user_code_errors import USER_CODE_ERRORS, error_text
+from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.step.optimizer_and_parameter_groups import (
     build_optimizer,
     names_by_entry,
@@ -190,7 +191,7 @@ def make_learning_rates(spec: Job, graph: Graph, validated: Mapping[int, float])
     if not entries:
         return FactorRates(_constant_factor)
     entry, dims = entries[0]
-    return RatesOfSeveral(rates, _dummy(entry, dims, getattr(torch, spec.dtype)), entry.pattern_of_all)
+    return RatesOfSeveral(rates, _dummy(entry, dims, dtype_of_job(spec)), entry.pattern_of_all)
 
 
 def _dims_by_entry(spec: Job, graph: Graph) -> list[tuple[SingleOptimizerConfig, dict[str, int]]]:
@@ -209,7 +210,7 @@ def _rates_of_entry(
         return FactorRates(_constant_factor)
     if not is_scheduler(ref):
         return FactorRates(ref.partial())
-    return SchedulerRates(entry, ref, getattr(torch, spec.dtype), dims, validated)
+    return SchedulerRates(entry, ref, dtype_of_job(spec), dims, validated)
 
 
 def _dummy(entry: SingleOptimizerConfig, dims: Mapping[str, int], dtype: torch.dtype) -> torch.optim.Optimizer:
@@ -248,7 +249,7 @@ def check_scheduler(spec: Job, graph: Graph, steps: int) -> None:
         ref = spec.schedule_of(entry)
         if ref is not None and is_scheduler(ref):
             validated = dict.fromkeys(range(1, steps), 1.0)
-            one, other = (SchedulerRates(entry, ref, getattr(torch, spec.dtype), dims, validated) for _ in range(2))
+            one, other = (SchedulerRates(entry, ref, dtype_of_job(spec), dims, validated) for _ in range(2))
             _compare_schedulers(ref, one, other, steps, spec.steps)
 
 
