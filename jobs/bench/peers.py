@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Ratio, environment, page, ratio, table, torchrun_command, worker_command
+from harness import Contender, Ratio, environment, page, ratio, table, torchrun_command, worker_command
+from raypar_contenders import OLD, raypar, raypar_on_ray
 from side_by_side import bench_parser, command_line, ms_cells, say, train_in_turn
 
 TOKENS = 32 * 128
 TORCH_SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 OURS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-OLD = "old raypar"
 SAME = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb-v"}
 
 
@@ -45,21 +45,6 @@ def pipelining(schedule: str, microbatches: int) -> Contender:
 def ray_train(microbatches: int, storage: str) -> Contender:
     options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "workers": 2, "storage": storage}
     return Contender("Ray Train", 2, lambda a: [worker_command("ray-train", a, 0, **options)], never_idle=True)
-
-
-def raypar(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, root: Path = ROOT, **more: Any) -> Contender:
-    """raypar's worker core in processes of its own, over the TCP transport. `root`: the checkout whose raypar it is."""
-    options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "replicas": replicas, "stages": stages, **more}
-    world, named = replicas * stages, f"raypar {name}" if root == ROOT else f"{OLD} {name}"
-    return Contender(
-        named, world, lambda a: [worker_command("raypar", a, r, root=root, **options) for r in range(world)], root=root
-    )
-
-
-def raypar_on_ray(name: str, microbatches: int, *, replicas: int = 1, stages: int = 1, **more: Any) -> Contender:
-    """raypar's actors on a Ray of its own; the steps are asked for as its driver does."""
-    options: dict[str, Any] = {"work": {}, "microbatches": microbatches, "replicas": replicas, "stages": stages, **more}
-    return Contender(f"raypar {name} on Ray", 1, lambda a: [worker_command("raypar-ray", a, 0, **options)], never_idle=True)
 
 
 def contenders(microbatches: int, storage: str | None, old: Path | None = None) -> list[Contender]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from harness import Contender, torchrun_command
-from peers import raypar
+from raypar_contenders import raypar
 
 from raypar.job.plan_section import MOST_ZERO
 
