@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 from helpers.generations import Generations
+from helpers.gpt_job import gpt_job
 from helpers.torch_flesh import TorchJob
 
 from raypar.comm import blocking_code_as_routine
@@ -18,15 +19,7 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.measure_profile import profile_job
 from raypar.worker.run_in_one_process import OneProcessRun
 
-JOB = """
-model: {function: "examples.gpt:layers", args: {depth: 2, width: 128, heads: 2, context: 16}}
-loss: {function: "examples.gpt:loss"}
-data: {function: "examples.gpt:text", args: {context: 16}}
-optimizer: {function: "torch.optim:AdamW", args: {lr: 0.001}}
-steps: 3
-batch_size: 4
-microbatches: 4
-"""
+JOB = gpt_job(depth=2, width=128)
 KEPT = ("parameter", "gathered", "master", "optimizer", "average", "buffer")
 """Kinds of state that are there between two steps."""
 PIECE_BYTES = 4 * CANONICAL_PIECE

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.counted_memory import CountedMemory, state_tensors
 from helpers.generations import Generations
+from helpers.gpt_job import gpt_job
 from helpers.torch_flesh import TorchJob
 from helpers.zero_layouts import small_pieces
 
@@ -20,17 +21,7 @@ from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.worker_core import WorkerCore
 
-JOB = """
-model: {function: "examples.gpt:layers", args: {depth: 6, width: 64, heads: 2, context: 16}}
-loss: {function: "examples.gpt:loss"}
-data: {function: "examples.gpt:text", args: {context: 16}}
-optimizer: {function: "torch.optim:AdamW", args: {lr: 0.001}}
-steps: 3
-batch_size: 4
-microbatches: 4
-deferred_init: always
-"""
-SPEC = parse_job(JOB)
+SPEC = parse_job(gpt_job(depth=6, width=64, more="deferred_init: always"))
 GRAPH = make_layer_graph(SPEC)
 LAYERS = len(GRAPH.layers)
 ELEMENTS = [sum(shape.numel() for shape in state_shapes(GRAPH, i, i + 1).values()) for i in range(LAYERS)]

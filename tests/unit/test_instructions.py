@@ -26,6 +26,7 @@ from raypar.schedule.instructions import (
     BackwardInput,
     BackwardWeight,
     CheckpointedForward,
+    Compute,
     ExchangeBuffers,
     ExchangeTies,
     ExchangeVotes,
@@ -92,21 +93,7 @@ def test_every_class_declares_its_letter_role_cost_needs_makes_and_memory():
     assert declared == TABLE
 
 
-COMPUTING = (
-    Forward,
-    CheckpointedForward,
-    Recompute,
-    OffloadedForward,
-    OffloadedCheckpointedForward,
-    Fetch,
-    FetchKeptInputs,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-)
-
-
-@pytest.mark.parametrize("kind", COMPUTING)
+@pytest.mark.parametrize("kind", [kind for kind in INSTRUCTIONS.values() if issubclass(kind, Compute)])
 def test_compute_instructions_declare_all_of_it_in_their_own_class(kind):
     assert {"letter", "cost", "needs", "makes", "allocates", "frees", "drawing"} <= vars(kind).keys()
 
