@@ -139,8 +139,8 @@ class WorkerRegistry:
         """The running calls of `_ping`."""
         self._ping_thread = ThreadPoolExecutor(1, "raypar-pings")
         """The thread in which answers to pings are awaited. Not shared: other threads may block while Ray's head is silent."""
-        self._dismissing: set[asyncio.Task[None]] = set()
-        """Dismissals under way."""
+        self._background: set[asyncio.Task[None]] = set()
+        """Dismissals, and looks whether a node lives, that are under way."""
 
     def add_started_worker(self, number: int, hello: WorkerHello) -> None:
         """Store the hello of a started worker, and connect to the worker to notice its end."""
@@ -238,8 +238,8 @@ class WorkerRegistry:
         self._note_reading(number, None)
         self.liveness.drop(number)
         task = asyncio.ensure_future(asyncio.to_thread(self.pool.dismiss(number)))
-        self._dismissing.add(task)
-        task.add_done_callback(self._dismissing.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def note_lost_worker(self, number: int, with_node: bool) -> None:
         """Report the loss of a node, if this lost worker was its last one and the node is gone with it.
@@ -255,8 +255,8 @@ class WorkerRegistry:
             self.note(told)
         elif told is not None:
             task = asyncio.ensure_future(self._report_node_if_it_is_gone(node, told))
-            self._dismissing.add(task)
-            task.add_done_callback(self._dismissing.discard)
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
     async def _report_node_if_it_is_gone(self, node: str, told: NodeLoss) -> None:
         """Report the loss of a node if nothing there accepts connections a moment after its last worker was lost."""

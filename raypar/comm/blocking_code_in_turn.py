@@ -166,9 +166,7 @@ class _Turns(Generic[T]):
         for each in [each for each in self._waits if each and each not in self._threads]:
             del self._waits[each]
         self._tries += 1
-        if self._tries > MOST_TRIES_TO_END * len(
-            self._works
-        ):  # they catch it again and again: their threads stay where they are
+        if self._tries > MOST_TRIES_TO_END * len(self._works):  # each time they catch it: their threads stay
             self._waits = {each: waiting for each, waiting in self._waits.items() if each == 0}
         if not self._waits:
             return 0

@@ -41,18 +41,18 @@ def put_run_name_into_cure(result: Result) -> None:
         error.args = (error.what, error.cure)
 
 
-def say_how_to_go_on(result: Result) -> None:
-    """Say in the cure of what a machine refuses inside a run, as a full disk, what is saved of the run, and how it goes on."""
+def put_resume_advice_into_cure(result: Result) -> None:
+    """Add to the cure of what a machine refused inside a run, a full disk, say: what is saved, and how to resume the run."""
     error = result.error
     if isinstance(error, ConfigError) and result.done and "raypar resume" not in error.cure:
         done = f"the run had done {count_noun(result.done, 'step')}"
-        saved = f"{done}, and its last checkpoint is {result.checkpoint_path}: {_how_to_go_on(result)}"
+        saved = f"{done}, and its last checkpoint is {result.checkpoint_path}: {_resume_advice(result)}"
         error.cure += f"; {saved}" if result.checkpoint_path else f"; {done}, and has no checkpoint: begin it anew"
         error.args = (error.what, error.cure)
 
 
-def _how_to_go_on(result: Result) -> str:
-    """What to do to go on from a run's last checkpoint."""
+def _resume_advice(result: Result) -> str:
+    """How to resume a run from its last checkpoint."""
     if not has_job_file(result.path):  # its functions cannot be imported by name: only the script has them
         return f"give Trainer resume_from_checkpoint={result.path!r}"
     return "submit the same job again: it goes on from there" if is_submitted_job() else f"raypar resume {result.handle}"
@@ -106,7 +106,7 @@ def raise_run_failure(result: Result) -> None:
     """
     if result.end == "failed":
         put_run_name_into_cure(result)
-        say_how_to_go_on(result)
+        put_resume_advice_into_cure(result)
         keep_full_error(result)
         if isinstance(result.error, RayparError):
             result.error.exit_code = RayparError.exit_code  # the run had begun: failed, even where the input was bad
@@ -118,7 +118,7 @@ def raise_run_failure(result: Result) -> None:
             cure=f"follow the run with raypar status {result.handle}",
         )
     if result.end == "interrupted":
-        cure = _how_to_go_on(result) if result.checkpoint_path else ""
+        cure = _resume_advice(result) if result.checkpoint_path else ""
         if not result.history:  # no step was reported
             raise before_training_error(result.why, describe_what_is_left(result), cure)
         at = f"the checkpoint {result.checkpoint_path} can be resumed" if result.checkpoint_path else "there is no checkpoint"

@@ -1,5 +1,5 @@
-"""Chooses the ZeRO stage of a plan that leaves it open, with the gathers, the way of gradients and the recomputation that are
-open too: of all that fits into memory what costs least time."""
+"""Chooses what a plan leaves open (ZeRO stage, gathers, route of gradients, recomputation): the fastest of what fits into
+memory."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def fit_to_memory(
     recompute_is_open: bool = False,
     is_asked: bool = False,
 ) -> tuple[ParallelPlan, str]:
-    """The plan with the ZeRO stage, and what else is open, that are chosen for it, and why, in one line or two.
+    """The plan with all that is open chosen, and why, in one line or two.
 
-    Where nothing has to be divided, nothing is. Otherwise all is tried that is open, and of what fits the fastest is taken; of
-    ways that are about as fast the one that recomputes and sends least. Where nothing fits, what needs least, with what to try
-    next. `pool`: of a plan. `is_asked`: the job says that the way of gradients is to be chosen.
+    Where nothing has to be divided, nothing is. Otherwise every combination of open choices is predicted, and the fastest that
+    fits is taken; of those that are about as fast the one that recomputes and sends least. Where none fits, the one that needs
+    least is taken, and the line says what to try next. `pool`: makes a plan's pool. `is_asked`: whether the job asks for the
+    choice of the route of gradients.
     """
     limit, options = profile.memory_bytes, list(zero_options(profile, plan))
-    given = predict_plan(profile, plan.with_zero(0), schedule, microbatches, pool)
+    whole, line = plan.with_zero(0), ""
+    given = predict_plan(profile, whole, schedule, microbatches, pool)
     if given is None or given.fits(limit):
-        route = plan.with_zero(0), ""
         if scatter_is_open:
-            route = choose_gradient_route(profile, route[0], schedule, microbatches, pool, is_asked=is_asked)
-        return route[0], "\n".join(filter(None, (_why_whole(profile, given, has_options=bool(options)), route[1])))
+            whole, line = choose_gradient_route(profile, whole, schedule, microbatches, pool, is_asked=is_asked)
+        return whole, "\n".join(filter(None, (_why_whole(profile, given, has_options=bool(options)), line)))
     assert limit is not None
     ways = ways_to_fit(
         profile,
-        plan.with_zero(0),
+        whole,
         zero_is_open=True,
         scatter_is_open=scatter_is_open,
         recompute_is_open=recompute_is_open,

@@ -243,7 +243,7 @@ def changes_beside_zero(
     profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule, *, may_recompute: bool = True
 ) -> list[str]:
     """What may make a plan need less memory in another way than by dividing state, those that cost least first.
-    `may_recompute`: whether to recompute is one; it is none where that was tried."""
+    `may_recompute`: False where recomputation was tried already."""
     changes = [each for each in _changes(profile, plan, schedule) if each.zero is None and not each.scatters]
     return [each.text for each in changes if may_recompute or each.recompute is None]
 

@@ -16,7 +16,7 @@ from raypar.plan import ModelOutline, ParallelPlan, StageConnections, StageEdge,
 from raypar.plan.shard_ranges import TensorCut, even_ranges_by_shard
 from raypar.plan.stage_connections import owner_of
 from raypar.plan.state_bytes import StateBytes
-from raypar.schedule.instructions import ACTIVATIONS, FETCHED, KEPT_INPUTS, RESIDENT, STASH, WHOLE, WRITTEN
+from raypar.schedule.instructions import ACTIVATIONS, FETCHED, KEPT_INPUTS, RESIDENT, STASH, UNOFFLOADED, WRITTEN
 
 MirrorPlace = Literal["memory", "files"]
 """Where the mirror's copies lie: in workers' memory, or in files, which the system may write out."""
@@ -115,7 +115,7 @@ class KeptStorages:
             KEPT_INPUTS: self._bytes(there | inputs | received),
             FETCHED: most - at_begin,
             WRITTEN: self.offloaded_bytes(first, last, offloaded),
-            WHOLE: found[ACTIVATIONS],
+            UNOFFLOADED: found[ACTIVATIONS],
         }
 
     def offloaded_bytes(self, first: int, last: int, offloaded: Collection[int]) -> int:
@@ -455,7 +455,7 @@ class ModelProfile:
             sizes = [self.layers[i].activation_bytes for i in reversed(offloaded)]
             two = max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
             found |= {ACTIVATIONS: every - sum(sizes[1:]), KEPT_INPUTS: inputs - sum(sizes[1:])}
-            found |= {RESIDENT: inputs - sum(sizes), FETCHED: two - sizes[0], WRITTEN: sum(sizes), WHOLE: every}
+            found |= {RESIDENT: inputs - sum(sizes), FETCHED: two - sizes[0], WRITTEN: sum(sizes), UNOFFLOADED: every}
         return found
 
     @cached_property

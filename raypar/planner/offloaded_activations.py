@@ -1,7 +1,7 @@
 """What offloaded activations take: bytes on their way to files and in them, and the time in which they are written and read.
 
-A backward has those of two layers at a time: of the one that computes, and of the next one, which is read meanwhile
-(`worker/stage/activation_offloading.py`).
+A backward has the activations of two layers in memory at a time: of the one that computes, and of the next one, which is read
+meanwhile (`worker/stage/activation_offloading.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from raypar.schedule.instructions import ACTIVATIONS, RESIDENT, Schedule
 
 
 class OffloadTimes(NamedTuple):
-    """Times of one microbatch, by stage; empty tuples: it takes no time."""
+    """Times of one microbatch, by stage, as `SimulationCosts` has them; empty tuples: no time."""
 
-    write_ms: tuple[float, ...] = ()
+    offload_ms: tuple[float, ...] = ()
     """Writing all, beside compute."""
     first_read_ms: tuple[float, ...] = ()
     """Reading what a backward needs first, before it begins."""
-    wait_ms: tuple[float, ...] = ()
+    read_wait_ms: tuple[float, ...] = ()
     """How long the backward then waits for the rest, which it reads layer by layer."""
 
 
 def offload_times(profile: ModelProfile, plan: ParallelPlan, ms_of: Callable[[LayerProfile], float]) -> OffloadTimes:
-    """The times of a plan's stages. `ms_of`: what the backward of a layer takes."""
+    """The times of a plan's stages. `ms_of`: the time of a layer's backward."""
     speed = profile.offload_bandwidth
     sizes = [profile.offloaded_bytes(plan, stage) for stage in range(len(plan.stages))]
     if not any(nbytes / speed for nbytes in sizes):
@@ -42,8 +42,9 @@ def offload_times(profile: ModelProfile, plan: ParallelPlan, ms_of: Callable[[La
 
 
 def wait_for_reads(reads_ms: Mapping[int, float], layers_ms: Mapping[int, float]) -> float:
-    """How long a backward waits in all, of which the layers take `layers_ms`, for what is read of some of them, one read after
-    the other: each begins when the layer before it does. `reads_ms`: last layer first; what that reads is there."""
+    """How long a backward waits for reads of offloaded layers. A layer's read begins when the layer before it in the backward
+    does, and reads follow each other. `layers_ms`: what the backward of each layer takes; `reads_ms`: what the read of each
+    offloaded layer takes, the last layer first, whose read is done when the backward begins."""
     clock = disk = 0.0
     there = dict.fromkeys(list(reads_ms)[:1], 0.0)
     for layer in sorted(layers_ms, reverse=True):
@@ -56,8 +57,8 @@ def wait_for_reads(reads_ms: Mapping[int, float], layers_ms: Mapping[int, float]
 
 
 def unwritten_limits(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ...]:
-    """By stage: how much of its offloaded activations may be in memory and still to be written: what one layer has, if that is
-    no more than `MOST_UNWRITTEN_BYTES`, or one piece."""
+    """By stage: most bytes of its offloaded activations that wait in memory to be written: those of one layer, up to
+    `MOST_UNWRITTEN_BYTES`, but no less than one storage."""
     found = []
     for stage in range(len(plan.stages)):
         written = profile.bytes_written_by_layer(plan, stage).values()

@@ -28,7 +28,7 @@ from raypar.schedule.instructions import (
     KEPT_SIZE,
     RESIDENT,
     STASH,
-    WHOLE,
+    UNOFFLOADED,
     WRITTEN,
     Schedule,
     splits_backward,
@@ -101,9 +101,9 @@ def simulation_costs(profile: ModelProfile, plan: ParallelPlan, *, split: bool, 
         step_ms=factor * (profile.step_ms + optimizer_ms),
         recompute_ms=tuple(factor * _recompute_ms(profile, plan, s) for s in range(len(stages))),
         gather_ms=tuple(factor * ms for ms in gathers_ms) if any(gathers_ms) else (),
-        offload_ms=offload.write_ms,
+        offload_ms=offload.offload_ms,
         first_read_ms=offload.first_read_ms,
-        read_wait_ms=offload.wait_ms,
+        read_wait_ms=offload.read_wait_ms,
         most_unwritten=unwritten_limits(profile, plan) if plan.offload else (),
     )
 
@@ -146,11 +146,11 @@ def kept_bytes_by_kind(profile: ModelProfile, routing: MicrobatchRouting, orders
         key = (s, len(cut.samples(m)), (s, m) in checkpointed, (s, m) in offloaded, (s, m) in split)
         if key not in known:
             known[key] = profile.kept_bytes(routing.plan, *key[:2], recompute=key[2], offload=key[3], split=key[4])
-            known[key].setdefault(WHOLE, known[key][ACTIVATIONS])
+            known[key].setdefault(UNOFFLOADED, known[key][ACTIVATIONS])
         return known[key]
 
-    of_offloading = (RESIDENT, FETCHED, WRITTEN, WHOLE)
-    kinds = [kind for kind in (*KEPT_SIZE, WRITTEN, WHOLE) if kind not in of_offloading or routing.plan.offload]
+    of_offloading = (RESIDENT, FETCHED, WRITTEN, UNOFFLOADED)
+    kinds = [kind for kind in (*KEPT_SIZE, WRITTEN, UNOFFLOADED) if kind not in of_offloading or routing.plan.offload]
     return {kind: [[sizes(s, m).get(kind, 0) for m in range(cut.count)] for s in stages] for kind in kinds}
 
 

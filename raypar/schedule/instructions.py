@@ -38,9 +38,10 @@ KEPT_INPUTS: Final = "kept inputs"
 RESIDENT: Final = "resident"
 FETCHED: Final = "fetched"
 STASH: Final = "stash"
-# Sizes of a microbatch of which activations are offloaded, beside those of the memory that is kept.
 WRITTEN: Final = "written"
-WHOLE: Final = "whole"
+"""No kept memory: what is written of a microbatch whose activations are offloaded."""
+UNOFFLOADED: Final = "unoffloaded"
+"""No kept memory: what all activations of such a microbatch would take."""
 
 KEPT_SIZE: dict[str, int] = {ACTIVATIONS: 1, KEPT_INPUTS: 0, RESIDENT: 0, FETCHED: 0, STASH: 1}
 """Kind of kept memory -> its size, in activations of one microbatch, where no bytes are known.
@@ -193,7 +194,7 @@ class OffloadedForward(Compute):
 
 @dataclass(frozen=True, slots=True)
 class OffloadedCheckpointedForward(Compute):
-    """Both: activations of offloaded layers are written out of memory, those of recomputed layers are dropped."""
+    """As `OffloadedForward`, but drops the activations of recomputed layers, as `CheckpointedForward` does."""
 
     letter = "J"
     cost = ("forward",)

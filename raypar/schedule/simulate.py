@@ -25,9 +25,9 @@ from raypar.schedule.instructions import (
     INPUT_GRADIENTS,
     KEPT_INPUTS,
     RESIDENT,
+    UNOFFLOADED,
     VALUES,
     WEIGHT_GRADIENTS,
-    WHOLE,
     Communication,
     Compute,
     Cost,
@@ -92,7 +92,7 @@ class SimulationCosts:
     read_wait_ms: tuple[float, ...] = ()
     """How long its backward waits for the rest, which it reads layer by layer; empty: no time."""
     most_unwritten: tuple[int, ...] = ()
-    """Bytes of offloaded activations that may wait to be written; empty: none do."""
+    """By stage: most bytes of offloaded activations that wait to be written; empty: none do."""
     nodes: tuple[int, ...] = ()
     """By rank: the number of its node, which decides which bundles are sent in parts (`plan/bundle_parts.py`); empty: none are.
     Those who receive parts gather them for one `latency_ms` more: the bytes of that stay inside a node."""
@@ -119,7 +119,7 @@ class SimulationCosts:
         found: dict[str, tuple[float, ...]] = {}
         if self.kept_bytes is None:
             return found
-        whole = [sum(sizes) or 1 for sizes in self.kept_bytes.get(WHOLE, self.kept_bytes[ACTIVATIONS])]
+        whole = [sum(sizes) or 1 for sizes in self.kept_bytes.get(UNOFFLOADED, self.kept_bytes[ACTIVATIONS])]
         for kind, layers in ((KEPT_INPUTS, plan.recompute), (RESIDENT, plan.offload), (FETCHED, plan.offload)):
             if layers and kind in self.kept_bytes:
                 found[kind] = tuple(sum(kept) / of for kept, of in zip(self.kept_bytes[kind], whole, strict=True))

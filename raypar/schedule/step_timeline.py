@@ -15,7 +15,7 @@ from raypar.schedule.instructions import (
     FETCHED,
     INSTRUCTIONS,
     RESIDENT,
-    WHOLE,
+    UNOFFLOADED,
     WRITTEN,
     Instruction,
     compute_instructions,
@@ -23,7 +23,7 @@ from raypar.schedule.instructions import (
 
 KeptBytes = Mapping[str, Sequence[Sequence[int]]]
 """Kind of kept memory -> by stage and microbatch, its bytes. Where activations are offloaded, `WRITTEN` has what is written of
-a microbatch, and `WHOLE` what all its activations take in memory."""
+a microbatch, and `UNOFFLOADED` what all its activations take in memory."""
 
 _LABEL = re.compile(r"(\d*)([A-Z])(\d*)")
 
@@ -148,7 +148,7 @@ def peak_kept_bytes(order: Sequence[Instruction], sizes: KeptBytes, most_unwritt
 
     `most_unwritten`: by stage, how many bytes of them may be.
     """
-    kept = {kind: 0 for kind in sizes if kind != WHOLE}
+    kept = {kind: 0 for kind in sizes if kind != UNOFFLOADED}
     peak, most = dict(kept), 0
     away: dict[tuple[int, int], int] = {}
     """(stage, microbatch) -> what of its offloaded activations is not read yet: in a file, or on its way to it."""

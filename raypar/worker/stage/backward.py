@@ -32,8 +32,8 @@ class LayerBackwardHooks:
     of_received: dict[str, Hooks]
     """Value from another stage -> hooks of its alias."""
     check_alive: Callable[[], None]
-    """Raises what has ended the generation: before each layer, forward and backward, so that nothing waits for the rest of a
-    microbatch that nobody needs any more. By default nothing ends it."""
+    """Raises what has ended the generation; called before each layer, forward and backward, so that a recovery need not wait
+    for the rest of a microbatch that nobody needs any more. By default nothing ends it."""
     received_gradients: dict[str, Tensor | None]
     """Value from another stage -> its complete gradient, once this backward pass has it."""
     _plain_hooks: list[Hook]
@@ -73,7 +73,7 @@ class LayerBackwardHooks:
         self._watching_hooks = [partial(self._on_left, position) for position in range(len(layers))]
         self.of_outputs = [OrderedDict({0: plain}) for plain in self._plain_hooks]
         self.of_received = {name: OrderedDict({0: partial(self._on_received, name)}) for name in received}
-        self.received_gradients, self.check_alive = {}, _lives_on
+        self.received_gradients, self.check_alive = {}, _always_alive
         self._gradients, self._completed, self._guard, self._on_cpu = gradients, completed, guard, on_cpu
         self._running, self._block, self._watching, self._not_left = False, None, False, len(layers)
 
@@ -140,7 +140,7 @@ class LayerBackwardHooks:
         vars(self).clear()
 
 
-def _lives_on() -> None:
+def _always_alive() -> None:
     """`LayerBackwardHooks.check_alive` of a stage without a transport."""
 
 

@@ -395,7 +395,7 @@ class Stage:
     def offloaded_checkpointed_forward(
         self, microbatch: int, received: Mapping[str, Tensor], batch: Batch
     ) -> dict[str, Tensor]:
-        """Both: it writes the activations of offloaded layers, and drops those of recomputed layers.
+        """As `offloaded_forward`, but drops the activations of each recomputed layer.
 
         `fetch`, then `recompute` must run before the backward pass.
         """
