@@ -260,7 +260,7 @@ def whole_on_shards_line(whole: Mapping[str, int], parameter_bytes: int) -> str:
     groups = group_similar_layers(dict.fromkeys(whole, ""))
     more = f" and {len(groups) - MOST_WHOLE_GROUPS} more" if len(groups) > MOST_WHOLE_GROUPS else ""
     if whole and sum(whole.values()) >= parameter_bytes:
-        return f"no layer is cut: every shard has all parameters, {sum(whole.values()) / 2**20:.1f} MiB"
+        return f"every shard has all parameters: {sum(whole.values()) / 2**20:.1f} MiB"
     mib = sum(whole.values()) / 2**20
     return (
         f"whole on every shard: {', '.join(groups[:MOST_WHOLE_GROUPS])}{more}; {mib:.{1 if mib >= 10 else 3}f} MiB in all, "

@@ -75,6 +75,44 @@ def test_a_gpt_on_samples_has_the_gradients_of_the_whole_one(shards):
     assert ledgers[0].messages["all_gather"] == 1, "the output alone, for the loss"
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer over sequences, with a state or without, and a head."""
+
+    def __init__(self, kind: type[nn.RNNBase], batch_first: bool, has_state: bool, **more: object) -> None:
+        super().__init__()
+        self.rnn, self.has_state = kind(4, 6, batch_first=batch_first, **more), has_state
+        self.head = nn.Linear(6 * (1 + self.rnn.bidirectional), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x if self.rnn.batch_first else x.transpose(0, 1)
+        _, last = self.rnn(given) if self.has_state else (None, None)
+        out, state = self.rnn(given, last)
+        out = out if self.rnn.batch_first else out.transpose(0, 1)
+        hidden = state[0] if isinstance(state, tuple) else state
+        return self.head(out).mean(1) + hidden.sum(0)[:, :3]
+
+
+RECURRENT = {
+    "LSTM": (nn.LSTM, True, False, {}),
+    "LSTM with a state": (nn.LSTM, True, True, {}),
+    "LSTM, sequences first": (nn.LSTM, False, True, {}),
+    "GRU of two layers in both directions": (nn.GRU, True, True, {"num_layers": 2, "bidirectional": True}),
+    "RNN": (nn.RNN, True, False, {"nonlinearity": "relu"}),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("shards", [2, 3])
+def test_recurrent_layers_take_each_sample_by_itself(kind, shards):
+    *given, more = RECURRENT[kind]
+    graph = on_shards.graph_of(lambda: [("rnn", Recurrent(*given, **more))])
+    layout = compute_shard_layout(graph, shards, None, SAMPLES)
+    x, y = numbers(5, 7, 4), numbers(5, 3)
+    whole = on_shards.whole(graph, contrastive, x, y)
+    runs, _ = on_shards.sharded(graph, layout, contrastive, x, y)
+    assert max(on_shards.errors(runs, whole, layout).values()) <= 1e-12
+
+
 class Pairs:
     """An image, and a vector that belongs to it."""
 
@@ -98,11 +136,25 @@ class Network(Images):
         return self.out(self.last(F.dropout(self.flat(x.flatten(1)), 0.2, self.training)))
 
 
-def trained(plan: Callable[[int], ParallelPlan], schedule: str = "1f1b", dtype: str = "float32") -> dict[str, list[Tensor]]:
+class Reading(nn.Module):
+    """A recurrent layer over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(18, 12, num_layers=2, batch_first=True), nn.Linear(12, 5)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.rnn(x.transpose(1, 2).flatten(2))[0].mean(1)))
+
+
+def trained(
+    plan: Callable[[int], ParallelPlan], schedule: str = "1f1b", dtype: str = "float32", model: type[nn.Module] = Network
+) -> dict[str, list[Tensor]]:
     """Parameters and buffers after two steps."""
     fixed = {"loss": contrastive, "optimizer": ("torch.optim:SGD", {"lr": 0.1}), "plan": {"layout": SAMPLES}, "dtype": dtype}
     data = Pairs, {"dtype": dtype}
-    job = raypar.Trainer(model=Network, steps=2, batch_size=10, microbatches=2, data=data, **fixed).job
+    job = raypar.Trainer(model=model, steps=2, batch_size=10, microbatches=2, data=data, **fixed).job
     graph = make_layer_graph(job)
     with OneProcessRun(job, plan(len(graph.layers)), schedule, graph=graph) as run:
         for step in range(job.steps):
@@ -120,9 +172,10 @@ def trained(plan: Callable[[int], ParallelPlan], schedule: str = "1f1b", dtype: 
     ],
     ids=["two stages", "one and three parts", "one worker, replicas", "three stages"],
 )
-def test_the_bits_are_those_of_the_parts_whoever_computes_them(plan):
-    want = trained(lambda n: ParallelPlan.mesh(tp=4, layers=n))
-    found = trained(plan)
+@pytest.mark.parametrize("model", [Network, Reading])
+def test_the_bits_are_those_of_the_parts_whoever_computes_them(model, plan):
+    want = trained(lambda n: ParallelPlan.mesh(tp=4, layers=n), model=model)
+    found = trained(plan, model=model)
     assert found.keys() == want.keys()
     for name, copies in found.items():
         assert all(torch.equal(copy, want[name][0]) for copy in (*copies, *want[name])), name

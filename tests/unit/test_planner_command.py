@@ -167,7 +167,7 @@ def test_what_every_shard_holds_whole_is_named_with_its_mib():
     line, mib = whole_on_shards_line(whole, 4 * sum(whole.values())), sum(whole.values()) / 2**20
     assert line.startswith("whole on every shard: embed.position, ")
     assert line.endswith(f"{mib:.3f} MiB in all, 25.0 % of the parameters")
-    assert whole_on_shards_line({"a": 3 << 20}, 3 << 20) == "no layer is cut: every shard has all parameters, 3.0 MiB"
+    assert whole_on_shards_line({"a": 3 << 20}, 3 << 20) == "every shard has all parameters: 3.0 MiB"
     assert "block*.norm* (4)" in line and "block*.down.bias (2)" in line and "block*.up" not in line
     assert whole_bytes_on_shards(graph, spec, ParallelPlan.of((1, 1), layers=4)) == {}
     reasons = {"block0.norm1": "norm of a part", "block1.norm1": "norm of a part", "block0.up": "is cut"}

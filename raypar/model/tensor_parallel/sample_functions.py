@@ -6,7 +6,7 @@ What a backward pass adds to the gradient of a parameter is a shard's part of a 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -109,3 +109,30 @@ def _of_own_batch(x: ShardedValue, mask: Tensor | ShardedValue) -> Tensor:
     if mask.part_layout.dim != 0 or mask.part_layout.ranges != own:
         raise unsupported_on_part_error("multi_head_attention_forward", mask, "is a mask of other samples")
     return mask.local
+
+
+@implements_on_samples("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(
+    func: Callable[..., tuple[Tensor, ...]], x: ShardedValue, hx: Any, weights: Sequence[Tensor], *args: Any
+) -> tuple[ShardedValue, ...]:
+    """`nn.LSTM`, `nn.GRU`, `nn.RNN`: (output, last state) of each sample by itself. `args`: whether there are biases, number of
+    layers, dropout, training, both directions, batch_first. Dropout between layers would draw a part's masks."""
+    _, _, dropout, training, _, batch_first = args
+    if x.dim() != 3 or x.part_layout.dim != (0 if batch_first else 1):
+        raise unsupported_on_part_error(func.__name__, x, "is possible where the samples are the dim of the batch")
+    if training and dropout > 0.0:
+        raise unsupported_on_part_error(func.__name__, x, "with dropout would draw a mask for the samples of one shard")
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    own = tuple(_of_own_state(func.__name__, x, each) for each in states)
+    local = [_local(x, each) for each in weights]
+    out, *last = func(x.local, own if isinstance(hx, (tuple, list)) else own[0], local, *args)
+    return x.like(out), *(ShardedValue(each, x.part_layout.moved_to(1), x.group) for each in last)
+
+
+def _of_own_state(name: str, x: ShardedValue, state: Tensor | ShardedValue) -> Tensor:
+    """This shard's samples of a state [layers x directions, samples, units]."""
+    if isinstance(state, Tensor):
+        return take_part(state, 1, x.part_layout.ranges, x.group)
+    if state.part_layout.dim != 1 or state.part_layout.ranges != x.part_layout.ranges:
+        raise unsupported_on_part_error(name, state, "is a state of other samples")
+    return state.local
