@@ -321,9 +321,28 @@ def replica_rows() -> Iterator[Row]:
         yield Row(str(r), f"{r} replicas, gradients scattered, totals gathered", "(R-1) (m/R + 1)", each * (8 // r + 1), found)
 
 
+def gathered_rows() -> Iterator[Row]:
+    """Parameters that replicas divide, of 4 linear layers of 512 features, so that of four replicas none has a layer whole."""
+    count, m, numbers = 4, 8, 512 * 512 + 512
+    spec = small_job("Branches", {"features": 512, "uses": [1, 1]}, (512,)).replace(microbatches=m, virtual_replicas=m)
+    for r in (2, 4):
+        plan = ParallelPlan.mesh(dp=r, layers=len(make_layer_graph(spec).layers))
+        layer = (r - 1) * numbers * WORD
+        by_layer = moved(spec, plan.with_zero(3).with_gather("layer"))
+        marks = total(by_layer, "all_gather")  # which parameters have gradients
+        found = total(moved(spec, plan.with_zero(3)), "all_gather") - marks
+        yield Row(str(r), f"{r} replicas, ZeRO 3, parameters once a step", "R-1", count * layer, found)
+        found = total(moved(spec, plan.with_zero(3).with_gather("microbatch")), "gather")
+        yield Row(str(r), f"{r} replicas, ZeRO 3, by microbatch, of one stage, which stays", "R-1", count * layer, found)
+        if r > 2:  # else a replica has two layers whole
+            wanted = (2 * m // r * (count - 1) + 1) * layer
+            what = f"{r} replicas, ZeRO 3, by layer, L = 4 of them, m = 8"
+            yield Row(str(r), what, "(R-1) (2 m/R (L-1) + 1)/L", wanted, total(by_layer, "gather"))
+
+
 LAYERS: tuple[Callable[[int], Iterator[Row]], ...] = (convolution_rows, halo_rows, recurrent_rows, hybrid_rows, part_rows)
 """Rows for each number of shards. Another kind of layer is another function here."""
-PLANS: tuple[Callable[[], Iterator[Row]], ...] = (virtual_shard_rows, branch_rows, replica_rows)
+PLANS: tuple[Callable[[], Iterator[Row]], ...] = (virtual_shard_rows, branch_rows, replica_rows, gathered_rows)
 """Rows of what does not depend on a number of shards."""
 
 

@@ -251,6 +251,6 @@ def ms_with_gathers(profile: ModelProfile, place: StagePlan, ms_of_layer: Mappin
         if arrives_ms:
             runs.append([arrives_ms, 0.0])
         runs[-1][1] += ms_of_layer[layer]
-    first = 0 if runs[0][1] else 1
+    first = 0 if runs[0][1] or len(runs) == 1 else 1
     following = [*(arrives_ms for arrives_ms, _ in runs[first + 1 :]), 0.0]
     return sum(max(ms, arrives_ms) for (_, ms), arrives_ms in zip(runs[first:], following, strict=True))

@@ -47,6 +47,10 @@ class LayerStorages:
     """What `BackwardInput` keeps for its weight gradients."""
     reads: tuple[ReadStorage, ...]
     """What its forward reads."""
+    of_loss: tuple[int, ...] = ()
+    """What of the saved ones the loss saves, so that it stays in memory where the layer is offloaded."""
+    of_loss_alone: tuple[int, ...] = ()
+    """What of these the layer itself does not save, so that it is not written either."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class KeptStorages:
     def bytes_read_by_layer(self, first: int, last: int, offloaded: Collection[int]) -> dict[int, int]:
         """Layer that is offloaded, last one first -> what is read for its backward."""
         here = range(first, last)
-        kept = {s for i in here if i not in offloaded for s in self.layers[i].saved}
+        kept = {s for i in here for s in (self.layers[i].of_loss if i in offloaded else self.layers[i].saved)}
         ends = {s: ends for s, ends in self._offloaded(here, offloaded).items() if s not in kept}
         layers = [i for i in reversed(here) if i in offloaded]
         return {i: self._bytes(s for s, (_, last_user) in ends.items() if last_user == i) for i in layers}
@@ -140,7 +144,7 @@ class KeptStorages:
         """Storage that a stage of layers `here` writes out of memory -> the first and the last of its layers that save it."""
         received, found = self._received(here), dict[int, tuple[int, int]]()
         for i in here:
-            for storage in self.layers[i].saved if i in offloaded else ():
+            for storage in set(self.layers[i].saved).difference(self.layers[i].of_loss_alone) if i in offloaded else ():
                 if storage not in received and self._is_offloaded(storage):
                     found[storage] = found.get(storage, (i, i))[0], i
         return found
@@ -157,7 +161,9 @@ class KeptStorages:
     def _left_by(self, layer: int, offloaded: Collection[int]) -> set[int]:
         """What of its saved storages a layer leaves in memory."""
         saved = self.layers[layer].saved
-        return set(saved) if layer not in offloaded else {storage for storage in saved if not self._is_offloaded(storage)}
+        if layer not in offloaded:
+            return set(saved)
+        return {s for s in saved if not self._is_offloaded(s)}.union(self.layers[layer].of_loss)
 
     def _is_offloaded(self, storage: int) -> bool:
         return self.sizes[storage] >= offloading.SMALLEST_OFFLOADED_BYTES

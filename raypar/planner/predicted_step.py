@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -196,8 +197,7 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
             continue
         nbytes = profile.stage(place).reduced_bytes
         if routing.scatters(stage):
-            holders = place.zero_holders if place.zero_in_effect else 1
-            needed = len(routing.rounds_of_stage[stage]) * holders * buffer_elements(nbytes, [1] * place.replicas)
+            needed = _scattered_on_their_way(routing, stage, nbytes, limit)
         else:
             blocks = [routing.blocks_of_replica(stage, replica) for replica in range(place.replicas)]
             subtrees = [len(covering_nodes(run, routing.microbatches.blocks)) for run in blocks]
@@ -207,6 +207,16 @@ def bucket_bytes(profile: ModelProfile, routing: MicrobatchRouting) -> tuple[int
             for rank in row:
                 found[rank] += min(limit, needed)
     return tuple(found)
+
+
+def _scattered_on_their_way(routing: MicrobatchRouting, stage: int, nbytes: int, limit: int) -> int:
+    """Bytes of the slots in which gradients of whole microbatches are on their way to their owners, as many as find room: a
+    replica's own, and of each other one the part that it adds up; all of `limit` where not one finds room whole."""
+    place = routing.plan.stages[stage]
+    holders = place.zero_holders if place.zero_in_effect else 1
+    own = Counter(routing.replica_for(stage, microbatch) for microbatch in range(routing.microbatches.count))
+    one = holders * (nbytes + (place.replicas - 1) * nbytes // place.replicas)
+    return min(limit // one, max(own.values())) * one or limit if one else 0
 
 
 OFFLOADED: tuple[StateKind, ...] = ("optimizer", "master", "average")

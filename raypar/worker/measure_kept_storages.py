@@ -114,28 +114,23 @@ class KeptStoragesMeasurement:
         received, fields = self.inputs(whole)
         known = dict(self._numbers)
         state = (*whole.parameters.values(), *whole.weights.rounded.values(), *whole.buffers.values())
+        saved, of_loss, outputs = self._forward(index, whole, received, fields)
         parameters = {t.untyped_storage().data_ptr() for t in state}
-        saved: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor.detach())
-            return tensor
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), whole.guard.accepting_contexts():
-                outputs = forward_first_microbatch(whole, received, fields)
-        except UserCodeError as error:
-            if index in self._offloaded or not refuses_saved_tensor_hooks(error.__cause__):
-                raise
-            saved.clear()  # what such a layer keeps is not known
-            outputs = forward_first_microbatch(whole, received, fields)
-        saved = [tensor for tensor in saved if _has_memory(tensor)]
-        saved = [tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in parameters]
+        by_layer, by_loss = (
+            dict.fromkeys(
+                self._number(tensor, known)
+                for tensor in tensors
+                if _has_memory(tensor) and tensor.untyped_storage().data_ptr() not in parameters
+            )
+            for tensors in (saved, of_loss)
+        )
         self._layers.append(
             LayerStorages(
-                tuple(dict.fromkeys(self._number(tensor, known) for tensor in saved)),
+                tuple({**by_layer, **by_loss}),
                 self._stash(split, received, fields, random_gradients(outputs)),
                 tuple(self._read(name, value) for name, value in (*received.items(), *fields.items())),
+                tuple(by_loss),
+                tuple(number for number in by_loss if number not in by_layer),
             )
         )
         self._values.update(outputs)
@@ -145,6 +140,35 @@ class KeptStoragesMeasurement:
             self._number(value, known)
         self._numbers = {address: number for address, number in known.items() if address in alive}
         return outputs
+
+    def _forward(
+        self, index: int, stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """(what the layer saves, what the loss behind it does, the values that others read). Nothing where the layer refuses to
+        have it looked at."""
+        saved, of_loss = list[Tensor](), list[Tensor]()
+        now, loss = saved, stage.loss
+
+        def keep(tensor: Tensor) -> Tensor:
+            now.append(tensor.detach())
+            return tensor
+
+        def watched(*given: Any) -> Any:
+            nonlocal now
+            now = of_loss
+            assert loss is not None
+            return loss(*given)
+
+        vars(stage)["loss"] = None if loss is None else watched
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), stage.guard.accepting_contexts():
+                return saved, of_loss, forward_first_microbatch(stage, received, fields)
+        except UserCodeError as error:
+            if index in self._offloaded or not refuses_saved_tensor_hooks(error.__cause__):
+                raise
+        finally:
+            stage.loss = loss
+        return [], [], forward_first_microbatch(stage, received, fields)
 
     def _stash(
         self,

@@ -7,6 +7,7 @@ Gradients of parameters and losses are recognised by their addresses and left ou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from raypar.comm.gradient_reduction import GradientReduction
 from raypar.comm.gradient_scatter import ScatterReduction
+from raypar.comm.operation_phase import Phases
 from raypar.schedule.instructions import Compute, compute_classes
 from raypar.worker.stage.stage import Stage
 from raypar.worker.step.interpreter import TRAINING_RULES, Interpreter
+from raypar.worker.step.parameter_requests import ParameterRequests
 
 
 @dataclass(frozen=True)
@@ -51,34 +54,37 @@ class LiveStorages(TorchDispatchMode):
 
     kept: list[Kept] = field(default_factory=list)
     """One for each compute instruction, in the order in which they ran."""
+    settle: Callable[[int], None] = lambda rank: None
+    """Called with a worker's rank before its storages are counted."""
     _seen: dict[int, dict[int, _Seen]] = field(default_factory=dict)
     """Rank -> identity of a storage -> the storage."""
-    _rank: int | None = None
-    """The worker whose instruction runs; None: nobody's storages are counted."""
+    _here: threading.local = field(default_factory=threading.local)
+    """`rank`: the worker whose instruction runs in a thread; None: nobody's storages are counted. Instructions that wait for
+    others in the midst of a layer have threads of their own."""
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if self._rank is not None:
-            self._note(made)
+        if (rank := getattr(self._here, "rank", None)) is not None:
+            self._note(rank, made)
         return made
 
-    def _note(self, made: Any) -> None:
+    def _note(self, rank: int, made: Any) -> None:
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 ref = StorageWeakRef(storage)
-                self._seen.setdefault(self._rank, {})[ref.cdata] = _Seen(ref, storage.data_ptr(), storage.nbytes())
+                self._seen.setdefault(rank, {})[ref.cdata] = _Seen(ref, storage.data_ptr(), storage.nbytes())
 
     @contextmanager
     def _counting_for(self, rank: int | None) -> Iterator[None]:
-        before, self._rank = self._rank, rank
+        before, self._here.rank = getattr(self._here, "rank", None), rank
         try:
             yield
         finally:
-            self._rank = before
+            self._here.rank = before
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count inside the interpreter's compute rules from now on."""
@@ -95,13 +101,27 @@ class LiveStorages(TorchDispatchMode):
             with self._counting_for(None):
                 route(interpreter, key, maker, user, [_copy(tensor) for tensor in tensors])
 
-        def uncounted(submit: Callable[..., None]) -> Callable[..., None]:
-            def run(*args: Any) -> None:
+        def uncounted(submit: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
                 with self._counting_for(None):
-                    submit(*args)
+                    return submit(*args)
 
             return run
 
+        answers = ParameterRequests._answers
+
+        def uncounted_answers(requests: ParameterRequests, reader: int) -> Phases:
+            phases = answers(requests, reader)
+            while True:
+                with self._counting_for(None):
+                    phase = next(phases, None)
+                if phase is None:
+                    return
+                yield phase
+
+        monkeypatch.setattr(ParameterRequests, "_answers", uncounted_answers)
+        for posting in ("ask", "end"):
+            monkeypatch.setattr(ParameterRequests, posting, uncounted(getattr(ParameterRequests, posting)))
         for reduction in (GradientReduction, ScatterReduction):
             monkeypatch.setattr(reduction, "submit_gradients", uncounted(reduction.submit_gradients))
         monkeypatch.setattr(Interpreter, "_batch", private_batch)
@@ -121,6 +141,7 @@ class LiveStorages(TorchDispatchMode):
         return run
 
     def _count(self, interpreter: Interpreter, instruction: Compute) -> Kept:
+        self.settle(interpreter.rank)
         seen = self._seen.setdefault(interpreter.rank, {})
         for key in [key for key, one in seen.items() if one.ref.expired()]:
             del seen[key]
@@ -133,7 +154,7 @@ class LiveStorages(TorchDispatchMode):
             for t in deferred.kept
         }
         # The storage of a parameter that is freed until the next gather stays, without memory.
-        parameters = {p.untyped_storage()._cdata for stage in interpreter.stages.values() for p in stage.parameters.values()}
+        parameters = {p.untyped_storage()._cdata for p in _parameters(interpreter)}
         alive = [one for key, one in seen.items() if one.address not in others and key not in parameters]
         return Kept(
             interpreter.rank,
@@ -141,6 +162,15 @@ class LiveStorages(TorchDispatchMode):
             sum(one.nbytes for one in alive),
             sum(one.nbytes for one in alive if one.address in stashed),
         )
+
+
+def _parameters(interpreter: Interpreter) -> Iterator[Tensor]:
+    """What layers compute with, masters, and owners' runs."""
+    for stage in interpreter.stages.values():
+        yield from stage.parameters.values()
+        yield from map(stage.weights.computed_with, stage.parameters)
+    for owned in interpreter.step_commit.owned.values():
+        yield from (each.parameter for each in owned)
 
 
 def _copy(tensor: Tensor) -> Tensor:

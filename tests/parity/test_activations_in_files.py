@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +54,27 @@ def in_folder(spec: Job, folder: Path) -> Job:
     return spec.replace(plan=PlanConfig(activations_in=str(folder)))
 
 
+@contextmanager
+def traffic_of_files() -> Iterator[tuple[Counter[ActivationFile], Counter[ActivationFile]]]:
+    """Context that yields, by file, how many bytes are written and how many are read in it."""
+    written, read = Counter[ActivationFile](), Counter[ActivationFile]()
+    begin_writing, begin_reading = ActivationFile.begin_writing, ActivationFile.begin_reading
+
+    def writes(file, memory):
+        written[file] += memory.nbytes
+        return begin_writing(file, memory)
+
+    def reads(file, room, nbytes):
+        read[file] += nbytes
+        return begin_reading(file, room, nbytes)
+
+    with (
+        mock.patch.object(ActivationFile, "begin_writing", writes),
+        mock.patch.object(ActivationFile, "begin_reading", reads),
+    ):
+        yield written, read
+
+
 # -- memory --------------------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +111,15 @@ def test_what_is_alive_after_each_instruction_is_what_the_sheet_says(schedule, p
         files += [core.activation_file for core in run.cores]
         run.step(0)
         storages.kept.clear()
-        run.step(1)
+        with traffic_of_files() as (written, read):
+            run.step(1)
+        for order, file in zip(orders, files, strict=True):
+            of_step = sum(
+                profile.offloaded_bytes(plan, i.stage, len(spec.batching.samples(i.microbatch)))
+                for i in order
+                if RESIDENT in i.allocates
+            )
+            assert written[file] == of_step >= read[file], "each byte once"
         unwritten = max(unwritten_limits(profile, plan))
         for core, in_files in zip(run.cores, file_bytes(profile, routing, orders), strict=True):
             held = core.memory()

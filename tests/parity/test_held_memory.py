@@ -78,6 +78,27 @@ def test_buckets_take_what_the_sheet_says(replicas, zero, holders):
             assert 0 <= held - sheet.buckets <= 0.02 * sheet.buckets + uneven, "but for what aligns buffers"
 
 
+SCATTERED = [(3, 0, 1, 8), (3, 2, 1, 8), (4, 2, 2, 8), (2, 3, 1, 8), (3, 2, 1, 64), (3, 2, 1, 1), (4, 3, 2, 2)]
+
+
+@pytest.mark.part(4)
+@pytest.mark.parametrize("replicas, zero, holders, pool_mib", SCATTERED)
+def test_slots_of_scattered_gradients_take_what_the_sheet_says(replicas, zero, holders, pool_mib):
+    """Those of whole microbatches, as many as find room; else no more than the pool."""
+    spec = parse_job(f"{JOB}\nplan: {{reduction_buffer_mib: {pool_mib}}}")
+    graph = make_layer_graph(spec)
+    plan = ParallelPlan.mesh(dp=replicas, layers=len(graph.layers)).with_zero(zero, holders).with_gradients("scatter")
+    sheets = memory_sheets(profile_job(spec, workers=replicas, graph=graph), plan, "1f1b", spec.batching)
+    with OneProcessRun(spec, plan, "1f1b") as run:
+        for sheet, core in zip(sheets, run.cores, strict=True):
+            (reduction,) = core.step_commit.reductions.values()
+            slots = [*reduction.sending, *(slot for of in reduction.receiving.values() for slot in of)]
+            held, uneven = sum(slot.nbytes for slot in slots), holders * (replicas - 1) * PIECE_BYTES
+            assert held <= pool_mib << 20 and held <= 1.02 * sheet.buckets + uneven * (reduction.ahead > 0)
+            assert bool(reduction.ahead) == (pool_mib > 2)
+            assert not reduction.ahead or abs(held - sheet.buckets) <= 0.02 * sheet.buckets + reduction.ahead * uneven
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_the_mirrors_copies_are_what_the_sheet_says_once_two_snapshots_are_there(zero):
     spec = parse_job(JOB + "elastic: {mirror: 1}")

@@ -15,7 +15,7 @@ from raypar.plan.ownership import Ownership
 from raypar.plan.stage_plan import GatherSpan
 from raypar.plan.state_bytes import StateBytes
 from raypar.planner.fit_to_memory import fit_to_memory
-from raypar.planner.gathered_parameters import GatherTraffic, gather_traffic
+from raypar.planner.gathered_parameters import GatherTraffic, gather_traffic, ms_with_gathers
 from raypar.planner.gradient_route import predict_plan
 from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
 from raypar.planner.model_profile import LayerProfile, LinkProfile, ModelProfile
@@ -202,6 +202,16 @@ def test_a_layer_arrives_while_the_one_before_it_computes():
     assert simulation_costs(profile_of([8, 4, 6]), again, split=False).recompute_ms == (3.0 + 1.0,)
     with_empty = simulation_costs(profile_of([0, 4, 0, 6]), by("layer", ParallelPlan.mesh(dp=2, layers=4)), split=False)
     assert with_empty.forward_ms == (2.0 + 3.0 + 1.0,), "layers without parameters hide, too"
+
+
+def test_a_stage_that_has_no_parameters_and_takes_no_time_waits_for_nothing():
+    """As the backward pass of a first stage that only reshapes what it reads."""
+    profile = profile_of([0, 8, 2])
+    profile = replace(profile, layers=(replace(profile.layers[0], forward_ms=0.0, backward_ms=0.0), *profile.layers[1:]))
+    plan = by("layer", ParallelPlan.mesh(dp=2, pp=2, layers=3).with_split_points([1]))
+    costs = simulation_costs(profile, plan, split=False)
+    assert costs.forward_ms[0] == costs.input_ms[0] == 0.0 < costs.forward_ms[1]
+    assert ms_with_gathers(profile, plan.stages[0], {}, backward=True) == 0.0
 
 
 def test_parameters_that_come_again_are_no_part_of_the_reduction():
