@@ -49,10 +49,10 @@ def held_memory(
                 found[kind] = found.get(kind, 0) + nbytes
     by_step = {index: stage for index, stage in stages_by_index.items() if index not in gather.layers}
     gathered = sum(_kept_by_others(stage, owned[index]) for index, stage in by_step.items())
-    if gathered or gather.there.most:
-        parameters = found.pop("parameter", 0) - gathered - gather.there.now  # none, where masters alone are kept
+    if gathered or gather.gathered_bytes.most:
+        parameters = found.pop("parameter", 0) - gathered - gather.gathered_bytes.now  # none, where masters alone are kept
         found |= {"parameter": parameters} if parameters else {}
-        found["gathered"] = gathered + gather.there.most
+        found["gathered"] = gathered + gather.gathered_bytes.most
     return found
 
 

@@ -70,7 +70,7 @@ from raypar.worker.step.owned_parameters import OwnedParameter, named_parameters
 from raypar.worker.step.parameter_gather import ParameterGather, StageGather, gather_rounds
 from raypar.worker.step.parameter_requests import ParameterRequests, cut_into_messages
 from raypar.worker.step.step_commit import AnyGradientReduction, StepCommit
-from raypar.worker.step.transient_parameters import BytesThere, TransientParameters
+from raypar.worker.step.transient_parameters import GatheredBytes, TransientParameters
 
 # -- one stage ---------------------------------------------------------------------------------------------------------------
 
@@ -523,7 +523,7 @@ class StageBuilder:
     ) -> ParameterGather:
         """What brings parameters from the replicas that own them, of the stages whose replicas divide state."""
         plan, rank = self.assignment.plan, self.transport.rank
-        found, layers, there = dict[ShardOfStage, StageGather](), dict[ShardOfStage, LayerGather](), BytesThere()
+        found, layers, gathered = dict[ShardOfStage, StageGather](), dict[ShardOfStage, LayerGather](), GatheredBytes()
         for (index, number), stage in stages.items():
             if not self.ownership.divides(index, "optimizer"):
                 if plan.stages[index].replicas > 1 and not all(each.requires_grad for each in stage.parameters.values()):
@@ -535,7 +535,7 @@ class StageBuilder:
             runs = [(*all_runs(replica), *all_runs(replica, frozen=True)) for replica in range(place.replicas)]
             runs = [tuple(run for run in of_replica if run.name in stage.parameters) for of_replica in runs]
             if place.gather_in_effect in ("microbatch", "layer"):
-                memory = TransientParameters(stage.weights, owned[index, number], there)
+                memory = TransientParameters(stage.weights, owned[index, number], gathered)
                 layers[index, number] = self._build_layer_gather(index, number, stage, memory, runs)
                 continue
             whole = GatheredMemory(stage.weights, owned[index, number]) if divides_parameters else None
@@ -549,7 +549,7 @@ class StageBuilder:
                 whole,
                 is_stale=divides_parameters,
             )
-        return ParameterGather(found, layers, there)
+        return ParameterGather(found, layers, gathered)
 
     def _build_layer_gather(
         self, index: int, number: int, stage: Stage, memory: TransientParameters, runs: Sequence[Sequence[OwnedRun]]

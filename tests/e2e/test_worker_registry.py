@@ -107,7 +107,7 @@ def test_a_node_whose_workers_are_all_lost_is_told_as_lost_only_if_it_answers_no
             for number in (0, 3):
                 registry.note_lost_worker(number, with_node=False)
             assert not told
-            await asyncio.gather(*registry._dismissing)
+            await asyncio.gather(*registry._background)
 
         asyncio.run(scene())
     texts = [each.text for each in told]

@@ -56,7 +56,7 @@ def check(of: Layout | Cell, plan: ParallelPlan, schedule: str) -> None:
         before = [(ledger.sent["gather"], ledger.received["gather"]) for ledger in ledgers]
         run.step(1)
         after = [(ledger.sent["gather"], ledger.received["gather"]) for ledger in ledgers]
-        most = [core.step_commit.gather.there.most for core in run.cores]
+        most = [core.step_commit.gather.gathered_bytes.most for core in run.cores]
     assert [(s - was_s, r - was_r) for (s, r), (was_s, was_r) in zip(after, before, strict=True)] == [
         (each.sent, each.received) for each in predicted
     ]

@@ -231,7 +231,7 @@ def test_memory_and_bytes_on_their_way_are_what_the_sheet_and_the_plan_say(layou
     with small_pieces(), OneProcessRun(layout.job, plan, layout.schedule, graph=layout.graph) as run:
         run.step(0)
         most, traffic = gathered_bytes(profile, plan, orders), gather_traffic(profile, plan, orders)
-        assert [core.step_commit.gather.there.most for core in run.cores] == list(most)
+        assert [core.step_commit.gather.gathered_bytes.most for core in run.cores] == list(most)
         before = [core.transport.ledger.as_dict()["gather"] for core in run.cores]
         run.step(1)
         after = [core.transport.ledger.as_dict()["gather"] for core in run.cores]

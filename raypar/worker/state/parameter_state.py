@@ -25,12 +25,11 @@ from raypar.plan.shard_ranges import (
 )
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.worker.checkpoint.state_key import PARAMETER, SHARED_KINDS, StateKey
+from raypar.worker.state.file_memory import PAGE_BYTES
 from raypar.worker.step.optimizer_state import Value
 
 StatePart = tuple[str, int]
 """(parameter or buffer, which part of it): a virtual shard's slice, by number; `WHOLE`; or a run of elements (`run_part`)."""
-PAGE_BYTES = 4096
-"""Memory, and a mapped file, is a multiple of it."""
 WHOLE = -1
 StateByKey = dict[StateKey, Value]
 """State of one parameter: PARAMETER -> tensor; optimizer state, what it shares with others too -> tensor or number."""

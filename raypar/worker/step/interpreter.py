@@ -194,7 +194,7 @@ class Interpreter:
                 if self.before_compute is not None:
                     self.before_compute(step, instruction)
             yield RoutineWork(instruction, self.cost_ms(instruction))
-            if instruction.role == "compute":  # not behind the vote, where who has it whole applies it, whatever follows
+            if instruction.role == "compute":  # not after the vote: who has all of it applies it, whatever comes
                 self.transport.check_alive()
             start = clock()
             with self._blaming_failed_operations():

@@ -31,7 +31,7 @@ from raypar.worker.stage.tensors_without_memory import view_of_run
 from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.layer_gather import LayerGather
 from raypar.worker.step.parameter_requests import IN_PLACE_BYTES
-from raypar.worker.step.transient_parameters import BytesThere
+from raypar.worker.step.transient_parameters import GatheredBytes
 
 PACKED_BYTES = 2 << 20
 """About the size of a message in which small runs travel together."""
@@ -205,8 +205,8 @@ class ParameterGather:
     """By stage, of those whose replicas divide state and gather once a step."""
     layers: Mapping[ShardOfStage, LayerGather] = field(default_factory=dict)
     """By stage, of those whose parameters come for each use and go after it."""
-    there: BytesThere = field(default_factory=BytesThere)
-    """Bytes of what is there of these."""
+    gathered_bytes: GatheredBytes = field(default_factory=GatheredBytes)
+    """Of what these have in memory."""
     stream_waits: StreamWaits = field(default_factory=StreamWaits)
     """What only the stream waits for."""
     _uses: deque[Compute] = field(default_factory=deque)
@@ -251,7 +251,7 @@ class ParameterGather:
         self._uses = deque(i for i in uses if self._first_layers(i))
         for (index, _), gather in self.layers.items():
             gather.begin_pass(asks=index in stages)
-        self.there.most = self.there.now
+        self.gathered_bytes.most = self.gathered_bytes.now
         for gather, layer in self._next_layers():
             gather.ask_for_layer(layer)
 

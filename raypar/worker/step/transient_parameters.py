@@ -17,16 +17,16 @@ from raypar.worker.step.owned_parameters import OwnedParameter
 
 
 @dataclass
-class BytesThere:
-    """Bytes of whole parameters that come and go on a worker."""
+class GatheredBytes:
+    """Bytes of a worker's memory in which gathered parameters lie."""
 
     now: int = 0
-    """Those that are there."""
+    """Now."""
     most: int = 0
-    """Those that were there together in the pass under way, or the last one, when they were most."""
+    """At most, in the pass under way or the last one."""
 
     def add(self, nbytes: int) -> None:
-        """Some have come, or (below 0) gone."""
+        """Count memory that a parameter was given, or (below 0) that was freed."""
         self.now += nbytes
         self.most = max(self.most, self.now)
 
@@ -40,9 +40,9 @@ class TransientParameters:
     precision, is never freed. On a device whose storages cannot be resized the memory stays.
     """
 
-    def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter], there: BytesThere) -> None:
+    def __init__(self, weights: StageTensors, owned: Sequence[OwnedParameter], gathered: GatheredBytes) -> None:
         """Begins with no memory but that of what is owned. `owned`: of the stage, views of its parameters if these have any;
-        `there`: counts the bytes of all stages of the worker."""
+        `gathered`: counts the bytes of all stages of the worker."""
         print_tensors_without_memory()
         kept = {each.name for each in owned if each.run is None and each.name not in weights.rounded}
         self._weights = weights
@@ -55,7 +55,7 @@ class TransientParameters:
         """Parameter -> how many groups of parameters that are there have it."""
         weights.temporary = self._addresses = set[int]()
         """Where those begin that are there."""
-        self._there = there
+        self._gathered = gathered
         self._nbytes: dict[str, int] = {}
         """Parameter -> bytes of its memory when it is there."""
         self._may_go = all(map(can_be_resized, {parameter.device for parameter in weights.parameters.values()}))
@@ -93,7 +93,7 @@ class TransientParameters:
             if self._users[name] > 1:
                 continue
             self._resize(name, self._nbytes[name])
-            self._there.add(self._nbytes[name])
+            self._gathered.add(self._nbytes[name])
             whole = self._whole[name]
             for each in self._runs[name]:
                 each.of(whole).copy_(each.parameter)
@@ -105,7 +105,7 @@ class TransientParameters:
         for name in names:
             self._users[name] -= 1
             if not self._users[name]:
-                self._there.add(-self._nbytes[name])
+                self._gathered.add(-self._nbytes[name])
                 self._addresses.discard(memory_begin(self._whole[name]))
                 self._resize(name, 0)
 
