@@ -202,6 +202,7 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
     lines += found["about_offloading"]
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
+    lines += found.get("about_saving", [])
     lines += gradient_lines(found)
     if "does_not_fit" in found:
         most, has = max(found["memory_bytes"]), found["does_not_fit"]["worker_bytes"]

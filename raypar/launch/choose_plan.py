@@ -135,9 +135,7 @@ def choose_plan(
     memory = predict_memory(profile, fixed, made, spec.batching)
     by_name = schedule if make_custom_schedule_builder(spec) is None else made
     warnings += (
-        *lines_about_zero(fixed, spec),
-        *lines_about_gather(fixed),
-        *lines_about_gradients(fixed),
+        *lines_about_saving(fixed, spec),
         *lines_about_activations(profile, fixed, made, spec.batching, memory),
         *check_memory(profile, fixed, by_name, spec, memory),
     )
@@ -219,6 +217,11 @@ def check_memory(
     if spec.worker_memory_bytes is not None:
         raise PlanError(f"{what}; placement.worker_memory_mib is {spec.placement.worker_memory_mib:,g}", cure=advice)
     return (f"{what}; each worker's part of this machine's free memory is {format_mib(limit)}\n  cure: {advice}",)
+
+
+def lines_about_saving(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:
+    """Lines about keys with which a plan saves less memory than they are there for."""
+    return (*lines_about_zero(plan, spec), *lines_about_gather(plan), *lines_about_gradients(plan))
 
 
 def lines_about_zero(plan: ParallelPlan, spec: Job) -> tuple[str, ...]:

@@ -43,6 +43,8 @@ def shown_plan_as_dict(shown: ShownPlan, job: Job, graph: Graph) -> dict[str, Js
         found["stage_balance"] = stage_balance_as_dict(shown.balance)
     if shown.why:
         found["why_zero"] = shown.why
+    if shown.notes:
+        found["about_saving"] = list(shown.notes)
     if shown.profile is not None and any(stage.replicas > 1 for stage in plan.stages):
         found["gradient_bytes"] = gradient_bytes_as_dict(shown.profile, plan, job.batching)
     if shown.choice is not None:

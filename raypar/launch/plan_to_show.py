@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypar.errors import ConfigError
-from raypar.launch.choose_plan import choose_what_is_open, make_custom_schedule_builder, plan_of_job
+from raypar.launch.choose_plan import (
+    choose_what_is_open,
+    lines_about_saving,
+    make_custom_schedule_builder,
+    plan_of_job,
+)
 from raypar.launch.unspoken_end_of_checks import spoken_for
 from raypar.plan import MicrobatchRouting, ParallelPlan
 from raypar.plan.offloading import resolve_offloaded_layers
@@ -46,6 +51,8 @@ class ShownPlan:
     """The first microbatch, where layers are cut over shards and a profile was made."""
     why: str = ""
     """Why it has its ZeRO stage, and its way of gradients, where the job leaves that open."""
+    notes: tuple[str, ...] = ()
+    """Lines about keys with which the plan saves less memory than they are there for."""
 
 
 def refuse_no_profile(choose: bool, svg: Path | None, memory: float | None = None) -> None:
@@ -168,7 +175,8 @@ def job_plan_to_show(job: Job, graph: Graph, with_profile: bool, memory_mib: flo
         plan, why = choose_what_is_open(job, graph, profile, plan, build or job.schedule_name)
         if build is not None:
             schedule = build(MicrobatchRouting(plan, job.batching), graph.crossing(plan))
-        return ShownPlan(plan, job.schedule_name, profile, schedule, balance=balance, batch=batch, why=why)
+        notes = lines_about_saving(plan, job)
+        return ShownPlan(plan, job.schedule_name, profile, schedule, balance=balance, batch=batch, why=why, notes=notes)
     return ShownPlan(plan, job.schedule_name, profile, schedule, batch=batch)
 
 

@@ -155,6 +155,14 @@ def test_what_saves_nothing_is_a_line_and_a_run_starts(case, tmp_path, capfd):
     assert found.out.count(f"warning: {line}") == 1 and "error: nothing is started here" in found.err
 
 
+@pytest.mark.part(2)
+@pytest.mark.parametrize("case", LINES)
+def test_the_plan_says_it_too(case, tmp_path, capfd):
+    sets, line = LINES[case]
+    assert main(["plan", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 0
+    assert capfd.readouterr().out.count(f"\n{line}") == 1
+
+
 @pytest.mark.parametrize("key", ["plan.optimizer_in", "plan.activations_in", "elastic.mirror_in"])
 def test_a_folder_that_is_made_is_a_line_with_its_whole_path(key, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
