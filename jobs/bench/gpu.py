@@ -6,7 +6,8 @@ Usage: python jobs/bench/gpu.py [--first-half-hour [--minutes N]] [--page FILE] 
 Parts: `conformance` (the suite of all transports), `parity` (plans of several ranks against one process, bit for bit), `norm`
 (the kernel of the gradient's norm against the same arithmetic on the processor, bit for bit, and against a plain sum), `loop`
 (a model of GPT-2's size with one worker beside plain PyTorch loops, in float32 and bf16: tokens a second, how much of the time
-the GPU has nothing to do, kernels), `costs` (norm, batches, seeds and guard by themselves), `sums` (values summed over shards),
+the GPU has nothing to do, kernels), `costs` (norm, batches, seeds and guard by themselves), `offload` (activations in the
+host's memory beside all in the GPU's, bit for bit: memory and time), `sums` (values summed over shards),
 `reform` (an all-reduce that hangs is aborted, then the same ranks connect again), `kill` (the same, but a rank is killed) and
 `ray` (a run on Ray, the only part that needs it, beside one process).
 
@@ -38,7 +39,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 OF_RANKS = ("conformance", "parity", "sums", "reform", "kill")
 """Parts with several processes on the GPU."""
-PARTS = (*OF_RANKS, "norm", "loop", "costs", "ray")
+PARTS = (*OF_RANKS, "norm", "loop", "costs", "offload", "ray")
 DEVICE = "raypar.comm.nccl.device:CudaDevice"
 SETTINGS = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -199,12 +200,14 @@ def _communicators(size: int) -> Sequence[Any]:
 
 
 def of_gpt2(part: str, given: argparse.Namespace, device: Any = None) -> Any:
-    """`loop` (see `gpu_loop.compare`) or `costs` (see `gpu_costs.measure`) with GPT-2's sizes, in this process."""
+    """`loop` (see `gpu_loop.compare`), `costs` (see `gpu_costs.measure`) or `offload` (see `gpu_offload.measure`) with GPT-2's
+    sizes, in this process."""
     from raypar.worker.process.gpu_setup import GPU_WORKER_ENVIRONMENT
 
     os.environ.update(GPU_WORKER_ENVIRONMENT)  # before PyTorch asks for cuBLAS
     import gpu_costs
     import gpu_loop
+    import gpu_offload
     import torch
     from models import Workload
 
@@ -213,6 +216,8 @@ def of_gpt2(part: str, given: argparse.Namespace, device: Any = None) -> Any:
     device = torch.device("cuda", 0) if device is None else device
     if part == "loop":
         return gpu_loop.compare(work, vocab, 4, given.rounds, given.steps, device)
+    if part == "offload":
+        return gpu_offload.measure(work, 4, given.steps, device)
     return gpu_costs.measure(work, vocab, 4, given.rounds, device)
 
 
@@ -254,7 +259,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             ranks.end()
     if "norm" in given.only:
         found["norm"] = norm()
-    for part in ("loop", "costs"):
+    for part in ("loop", "costs", "offload"):
         if part in given.only:
             found[part] = of_gpt2(part, given)
     if "ray" in given.only:

@@ -130,6 +130,20 @@ def _loop(found: dict[str, Any]) -> str:
     return f"## Training\n\n{found['tokens_a_step']:,} tokens a step.\n\n" + table(header, rows) + "\n\n" + "\n".join(said)
 
 
+def _offload(found: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in found:
+        mib = [f"{row[key] / 2**20:,.0f}" for key in ("gpu_bytes", "place_bytes")]
+        rows.append([row["place"], row["weights"][:12], *mib, f"{row['seconds']:.3f}"])
+    header = ["activations in", "weights", "most memory of the GPU, MiB", "of that place, MiB", "a step, s"]
+    return "## Activations out of the GPU's memory\n\n" + table(header, rows)
+
+
+def offloading_is_right(rows: list[dict[str, Any]]) -> bool:
+    """Whether the weights are the same wherever activations lie."""
+    return len({row["weights"] for row in rows}) <= 1
+
+
 def _ray(found: dict[str, Any]) -> str:
     equal = "equal" if found["run"] == found["one_process"] else "NOT equal"
     return (
@@ -144,6 +158,7 @@ SECTIONS: Mapping[str, Callable[[Any], str]] = {
     "norm": _norm,
     "loop": _loop,
     "costs": _costs,
+    "offload": _offload,
     "sums": _sums,
     "reform": _reform,
     "kill": _kill,
@@ -175,6 +190,7 @@ def good(found: Mapping[str, Any]) -> bool:
         or any(c["wrong"] for c in cases)
         or any(p["other"] for p in plans)
         or not norm_is_right(found.get("norm", []))
+        or not offloading_is_right(found.get("offload", []))
         or any(g["stuck"] for g in groups)
         or (ray is not None and ray["run"] != ray["one_process"])
     )

@@ -34,6 +34,7 @@ FIRST_HALF_HOUR = (
     Visit(("--only", "norm"), 60.0),
     Visit(("--only", "loop", "--rounds", "6", "--steps", "3"), 300.0),
     Visit(("--only", "costs", "--rounds", "20"), 90.0),
+    Visit(("--only", "offload", "--steps", "2"), 120.0),
     Visit(("--only", "kill", "--ranks", "2", "--rounds", "3"), 120.0),
     Visit(("--only", "sums", "--ranks", "2", "--rounds", "20"), 90.0),
     Visit(("--only", "ray"), 240.0),

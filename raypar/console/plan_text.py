@@ -199,6 +199,7 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"activations lie in files (plan.activations_in): at most {in_files / 2**20:,.1f} MiB of a worker, no part of its "
             "memory"
         )
+    lines += host_lines(found["activation_host_bytes"])
     lines += found["about_offloading"]
     lines += holders_lines(found["holders"])
     lines += [found["why_zero"]] if "why_zero" in found else []
@@ -211,6 +212,17 @@ def memory_sheet_lines(found: dict[str, Any]) -> list[str]:
             f"{has / 2**20:,.1f} MiB; {found['does_not_fit']['advice']}"
         )
     return lines
+
+
+def host_lines(on_host: Sequence[int]) -> list[str]:
+    """The line on offloaded activations in the memory of GPUs' hosts. `on_host`: by worker, their bytes."""
+    if not any(on_host):
+        return []
+    most, all_together = max(on_host) / 2**20, sum(on_host) / 2**20
+    return [
+        f"activations lie in the memory of the host (plan.activations_in: host), pinned: at most {most:,.1f} MiB of a worker, "
+        f"{all_together:,.1f} MiB of all workers together, no part of a GPU's memory"
+    ]
 
 
 def gradient_lines(found: Mapping[str, Any]) -> list[str]:

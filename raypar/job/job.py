@@ -249,11 +249,11 @@ class Job(Section):
                 "plan.activations_in is host, and device is cpu: activations lie in the host's memory already",
                 cure="give a folder on a local disk, or leave plan.activations_in out",
             )
-        if where is not None and self.device != "cpu":
+        if where not in (None, HOST) and self.device != "cpu":
             raise ConfigError(
-                f"plan.activations_in is {shorten(where)}, and device is {self.device}: activations of GPUs are not offloaded "
-                "yet",
-                cure="leave plan.activations_in out; plan.recompute drops activations and computes them again",
+                f"plan.activations_in is {shorten(where)}, and device is {self.device}: activations of GPUs go to the host's "
+                "memory, and not to files",
+                cure=f"set plan.activations_in: {HOST}, or leave it out",
             )
 
     @model_validator(mode="after")
@@ -575,8 +575,13 @@ class Job(Section):
 
     @property
     def activations_in(self) -> str | None:
-        """The folder to whose files activations are offloaded; None: they lie in memory."""
+        """The folder to whose files activations are offloaded, or `HOST`; None: they lie in memory."""
         return self.plan.activations_in if isinstance(self.plan, PlanConfig) else None
+
+    @property
+    def activations_folder(self) -> str | None:
+        """The folder to whose files activations are offloaded; None: they lie in memory, a GPU's or its host's."""
+        return None if self.activations_in == HOST else self.activations_in
 
     @property
     def loss_target_name(self) -> str:

@@ -204,8 +204,8 @@ class PlanConfig(Section):
     `activations_in` all layers that are not recomputed, without it none."""
     activations_in: Annotated[LocalFolder | None, WORKERS] = None
     """A folder on a local disk of each worker, to whose files the activations of layers are written after the forward, and from
-    which the backward reads them, one layer ahead; None: they lie in memory. The files are gone when the worker ends. Results
-    do not depend on it."""
+    which the backward reads them, one layer ahead; `host`, on GPUs: the memory of the worker's host; None: they lie in memory.
+    The files are gone when the worker ends. Results do not depend on it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -359,7 +359,7 @@ class PlanConfig(Section):
         if self.offload is not None and self.activations_in is None:
             raise PlanError(
                 "plan.offload names layers whose activations are offloaded, and plan.activations_in does not say where to",
-                cure="set plan.activations_in: FOLDER, on a local disk of each worker, or leave plan.offload out",
+                cure="set plan.activations_in: FOLDER, on a local disk of workers (host on GPUs), or leave plan.offload out",
             )
         if self.activations_in is not None and self.recompute == "full":
             raise PlanError(

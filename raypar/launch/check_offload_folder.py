@@ -33,7 +33,7 @@ def lines_about_offloading(job: Job) -> tuple[str, ...]:
             "plan.optimizer_in keeps the optimizer's state out of memory, and elastic.mirror puts up to four copies of it "
             "there\n  cure: set elastic.mirror_in: FOLDER, too, or elastic.mirror: off"
         )
-    for key, folder in (("plan.optimizer_in", job.optimizer_in), ("plan.activations_in", job.activations_in)):
+    for key, folder in (("plan.optimizer_in", job.optimizer_in), ("plan.activations_in", job.activations_folder)):
         if folder is not None and (kind := file_system_of(folder)) in IN_MEMORY:
             found.append(
                 f"{key} {folder} is on {kind} here, whose files lie in memory: nothing is saved\n"
@@ -67,7 +67,7 @@ def check_offload_folder(job: Job, sheets: Iterable[MemorySheet]) -> None:
     sheets, on_disk = list(sheets), dict[int, int]()
     for folder, use, bytes_of in (
         (job.optimizer_in, OPTIMIZER_STATE, attrgetter("optimizer_files")),
-        (job.activations_in, ACTIVATIONS, attrgetter("activation_files")),
+        (job.activations_folder, ACTIVATIONS, attrgetter("activation_files")),
     ):
         if folder is None:
             continue

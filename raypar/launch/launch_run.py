@@ -205,7 +205,7 @@ def _check_offloading(job: Job, chosen: ChosenPlan, options: LaunchOptions) -> N
     """See `check_offload_folder`; a cluster's workers check their own."""
     from raypar.actors.ray_connection import uses_existing_ray
 
-    offloads = job.optimizer_in is not None or job.activations_in is not None
+    offloads = job.optimizer_in is not None or job.activations_folder is not None
     if offloads and not options.forward_passes and not uses_existing_ray(options.address):
         check_offload_folder(job, chosen.memory)
 

@@ -142,6 +142,7 @@ def prediction_as_dict(
         "memory_sheet": [sheet.by_kind for sheet in sheets],
         "mirror_file_bytes": [sheet.mirror_files for sheet in sheets],
         "activation_file_bytes": [sheet.activation_files for sheet in sheets],
+        "activation_host_bytes": [sheet.activation_host for sheet in sheets],
         "about_offloading": list(lines_about_activations(profile, plan, orders, cut, sheets)),
         "optimizer_file_bytes": [sheet.optimizer_files for sheet in sheets],
         "gathers": gathers_as_dicts(profile, plan, orders),

@@ -8,13 +8,14 @@ from itertools import combinations
 
 from raypar.errors import PlanError
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StagePlan
+from raypar.plan.offloading import HOST
 from raypar.plan.ownership import SHARED_OUT_FROM, STATE_KIND_NOUNS, StateKind
 from raypar.plan.stage_plan import GATHER_SPANS, GatherSpan
 from raypar.plan.wording import count_noun
 from raypar.planner.candidate_plans import balanced_cuts
 from raypar.planner.gathered_parameters import gathered_bytes
 from raypar.planner.model_profile import MirrorPlace, ModelProfile
-from raypar.planner.offloaded_activations import file_bytes, unwritten_limits
+from raypar.planner.offloaded_activations import bytes_in_place, unwritten_limits
 from raypar.planner.plan_search import format_mib
 from raypar.planner.predicted_step import (
     bucket_bytes,
@@ -37,14 +38,14 @@ GATHERED = "gathered"
 """The kind of memory of whole parameters that layers compute with, beside those that a worker keeps, where replicas divide
 them."""
 UNWRITTEN = "unwritten"
-"""The kind of memory of offloaded activations that are on their way to files."""
+"""The kind of memory of offloaded activations that are on their way to files, or to the host's memory."""
 MIRROR = "mirror"
 """The kind of memory of the mirror's copies."""
 KEPT_NOUNS: dict[str, str] = {
     GATHERED: "gathered parameters",
     BUCKETS: "buckets of gradients",
     GATHER: "parameters on their way",
-    UNWRITTEN: "activations on their way to files",
+    UNWRITTEN: "activations on their way out",
     MIRROR: "the mirror's copies",
     ACTIVATIONS: "activations",
     KEPT_INPUTS: "inputs of recomputed layers",
@@ -76,9 +77,11 @@ class MemorySheet:
     optimizer_files: int = 0
     """State of the optimizer, masters and averages that lie in files; they are no part of the memory."""
     unwritten: int = 0
-    """Offloaded activations that are on their way to files at that moment."""
+    """Offloaded activations that are on their way to where they lie, at that moment."""
     activation_files: int = 0
     """Offloaded activations that lie in files, at most; they are no part of the memory."""
+    activation_host: int = 0
+    """Offloaded activations that lie in pinned memory of a GPU's host, at most; they are no part of the GPU's."""
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -117,6 +120,7 @@ def memory_sheets(
     kept = [peak_kept_bytes(order, sizes, unwritten_limits(profile, plan) if plan.offload else ()) for order in orders]
     state = state_bytes(profile, routing, orders, [sum(peak.values()) for peak in kept])
     unwritten = [peak.pop(WRITTEN, 0) for peak in kept]
+    placed, none = bytes_in_place(profile, routing, orders), (0,) * plan.world
     beside = zip(
         kept,
         bucket_bytes(profile, routing),
@@ -125,7 +129,7 @@ def memory_sheets(
         *mirror_bytes(profile, plan),
         offloaded_bytes(profile, plan),
         unwritten,
-        file_bytes(profile, routing, orders),
+        *((none, placed) if profile.activations_place == HOST else (placed, none)),
         strict=True,
     )
     return tuple(
@@ -222,7 +226,7 @@ def _changes(profile: ModelProfile, plan: ParallelPlan, schedule: str | Schedule
     found = [_Change("elastic.mirror_in=FOLDER", mirror="files")] if profile.mirror == "memory" else []
     if plan.recompute != every and not plan.offload and isinstance(schedule, str):
         found.append(_Change("plan.recompute=full", recompute=every))
-        found.append(_Change("plan.activations_in=FOLDER", offloads_activations=True))
+        found.append(_Change(f"plan.activations_in={profile.activations_place}", offloads_activations=True))
     gathers = list[_Change]()
     for option in zero_options(profile, plan):
         if option.gather != "step" and any(_is_shorter(option.gather, stage) for stage in plan.stages):

@@ -122,9 +122,13 @@ class KeptStorages:
             UNOFFLOADED: found[ACTIVATIONS],
         }
 
-    def offloaded_bytes(self, first: int, last: int, offloaded: Collection[int]) -> int:
-        """What a stage of layers [first, last) writes out of memory for a microbatch. `offloaded`: indices of such layers."""
-        return self._bytes(self._offloaded(range(first, last), offloaded))
+    def offloaded_bytes(self, first: int, last: int, offloaded: Collection[int], *, is_pinned: bool = False) -> int:
+        """What a stage of layers [first, last) writes out of memory for a microbatch. `offloaded`: indices of such layers.
+        `is_pinned`: in pinned memory, of which PyTorch takes a power of two for each piece."""
+        found = self._offloaded(range(first, last), offloaded)
+        if is_pinned:
+            return sum(1 << (self.sizes[storage] - 1).bit_length() for storage in found)
+        return self._bytes(found)
 
     def bytes_written_by_layer(self, first: int, last: int, offloaded: Collection[int]) -> dict[int, int]:
         """Layer that is offloaded, first one first -> what is written as its forward leaves it."""
@@ -270,6 +274,8 @@ class ModelProfile:
     """Whether the planner may have gradients scattered."""
     offloads_optimizer: bool = False
     """Whether what the optimizer keeps, masters and averages lie in files."""
+    activations_place: str = "FOLDER"
+    """What `plan.activations_in` may be for these workers: a folder, or `HOST`."""
     offload_bandwidth: float = float("inf")
     """Of the files of offloaded activations, to write and to read, in bytes per ms."""
 
@@ -402,15 +408,16 @@ class ModelProfile:
             found = self._kept_bytes_of_layers(place, recomputed, offloaded)
         return {kind: self._on_fullest_shard(nbytes, place) for kind, nbytes in found.items()}
 
-    def offloaded_bytes(self, plan: ParallelPlan, stage: int, samples: int = 0) -> int:
-        """Bytes that one shard of a stage writes out of memory for a microbatch of so many samples; 0: as was measured."""
+    def offloaded_bytes(self, plan: ParallelPlan, stage: int, samples: int = 0, *, is_pinned: bool = False) -> int:
+        """Bytes that one shard of a stage writes out of memory for a microbatch of so many samples; 0: as was measured.
+        `is_pinned`: what they take in pinned memory."""
         place, offloaded = plan.stages[stage], plan.offloaded_layers(stage)
         if not offloaded:
             return 0
         if not self.kept:
             return self._on_fullest_shard(sum(self.layers[i].activation_bytes for i in offloaded), place)
         near = min(self.kept, key=lambda kept: abs(kept.samples - samples)) if samples else self.kept[0]
-        found = near.offloaded_bytes(place.first, place.last, offloaded)
+        found = near.offloaded_bytes(place.first, place.last, offloaded, is_pinned=is_pinned)
         return self._on_fullest_shard(found * samples // near.samples if samples else found, place)
 
     def bytes_written_by_layer(self, plan: ParallelPlan, stage: int) -> dict[int, int]:

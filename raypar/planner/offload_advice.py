@@ -25,13 +25,13 @@ def lines_about_activations(
     """A line for a plan whose offloading is in vain; none otherwise. `orders`: of its workers; `sheets`: theirs, by rank."""
     if not plan.offload or not sheets:
         return ()
-    if not any(sheet.activation_files for sheet in sheets):
+    if not any(sheet.activation_files or sheet.activation_host for sheet in sheets):
         return (f"plan.activations_in offloads nothing: {_why_nothing(plan, orders)}\n  cure: leave plan.activations_in out",)
     kept = memory_sheets(profile, replace(plan, offload=()), without_offloading(orders), microbatches)
     in_vain = [
         rank
         for rank, (sheet, without) in enumerate(zip(sheets, kept, strict=True))
-        if sheet.activation_files and sheet.total >= without.total
+        if (sheet.activation_files or sheet.activation_host) and sheet.total >= without.total
     ]
     if not in_vain:
         return ()
@@ -39,7 +39,7 @@ def lines_about_activations(
     others = f", nor {count_noun(len(in_vain) - 1, 'other worker')}" if len(in_vain) > 1 else ""
     return (
         f"plan.activations_in does not save {plan.coordinate(rank)}{others} any memory: predicted to hold "
-        f"{format_mib(sheets[rank].total)} with it, of which {format_mib(sheets[rank].unwritten)} on the way to files, and "
+        f"{format_mib(sheets[rank].total)} with it, of which {format_mib(sheets[rank].unwritten)} on the way out, and "
         f"{format_mib(kept[rank].total)} without\n  cure: leave plan.activations_in out, or name in plan.offload layers of "
         "other stages only",
     )

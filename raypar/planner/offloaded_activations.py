@@ -1,4 +1,4 @@
-"""What offloaded activations take: bytes on their way to files and in them, and the time in which they are written and read.
+"""What offloaded activations take: bytes on their way out and where they lie, and the time in which they are written and read.
 
 A backward has the activations of two layers in memory at a time: of the one that computes, and of the next one, which is read
 meanwhile (`worker/stage/activation_offloading.py`).
@@ -67,17 +67,18 @@ def unwritten_limits(profile: ModelProfile, plan: ParallelPlan) -> tuple[int, ..
     return tuple(found)
 
 
-def file_bytes(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> tuple[int, ...]:
-    """By rank: bytes of offloaded activations in files, whose pages the system may write out, when they are most: of the
-    microbatches between the forward that writes them and the backward."""
+def bytes_in_place(profile: ModelProfile, routing: MicrobatchRouting, orders: Schedule) -> tuple[int, ...]:
+    """By rank: bytes of offloaded activations in files, whose pages the system may write out, or in the host's memory, when
+    they are most: of the microbatches between the forward that writes them and the backward."""
     plan, found = routing.plan, list[int]()
+    is_pinned = profile.activations_place == offloading.HOST
     for order in orders if plan.offload else ():
         there: dict[tuple[int, int], int] = {}
         most = 0
         for i in order:
             if RESIDENT in i.allocates:
                 samples = len(routing.microbatches.samples(i.microbatch))
-                there[i.stage, i.microbatch] = profile.offloaded_bytes(plan, i.stage, samples)
+                there[i.stage, i.microbatch] = profile.offloaded_bytes(plan, i.stage, samples, is_pinned=is_pinned)
                 most = max(most, sum(there.values()))
             elif ACTIVATIONS in i.frees:
                 there.pop((i.stage, i.microbatch), None)

@@ -160,8 +160,8 @@ def _offload_advice(profile: ModelProfile, ruled_out: Collection[EvaluatedCandid
         nbytes = evaluate_candidate(profile, replace(given, plan=plan), microbatches).memory_bytes or 0
         if profile.memory_bytes is not None and nbytes <= profile.memory_bytes:
             return (
-                f"activations in files (plan.activations_in: FOLDER) are predicted to fit, with {format_mib(nbytes)} a worker: "
-                f"{given.plan.describe()} under {given.schedule}; or "
+                f"offloaded activations (plan.activations_in: {profile.activations_place}) are predicted to fit, with "
+                f"{format_mib(nbytes)} a worker: {given.plan.describe()} under {given.schedule}; or "
             )
     return ""
 

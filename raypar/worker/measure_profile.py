@@ -33,7 +33,7 @@ from raypar.model.tensor_parallel.build_shard_modules import shard_slice_of
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout, make_model_outline_with_layouts
 from raypar.model.tensor_parallel.shard_group import ShardGroup
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan
-from raypar.plan.offloading import resolve_offloaded_layers
+from raypar.plan.offloading import HOST, resolve_offloaded_layers
 from raypar.plan.ownership import StateKind
 from raypar.plan.stage_plan import GATHERS_FROM
 from raypar.plan.state_bytes import StateBytes
@@ -134,8 +134,20 @@ def profile_job(
         zero_is_open=spec.leaves_zero_open,
         scatter_is_open=spec.leaves_gradients_open,
         offloads_optimizer=spec.optimizer_in is not None,
-        offload_bandwidth=math.inf if spec.activations_in is None else measure_file_bandwidth(spec.activations_in),
+        offload_bandwidth=_offload_bandwidth(spec),
+        activations_place="FOLDER" if spec.device == "cpu" else HOST,
     )
+
+
+HOST_BYTES_PER_MS = 12e6
+"""What a GPU is taken to copy to pinned memory in a ms, or from it: PCIe 3.0 with 16 lanes. Nobody has measured it here."""
+
+
+def _offload_bandwidth(spec: Job) -> float:
+    """Bytes of activations that can be offloaded, or brought back, in a ms."""
+    if spec.activations_folder is not None:
+        return measure_file_bandwidth(spec.activations_folder)
+    return math.inf if spec.activations_in is None else HOST_BYTES_PER_MS
 
 
 def measure_file_bandwidth(folder: str, nbytes: int = 8 << 20) -> float:

@@ -59,7 +59,7 @@ from raypar.worker.stage.stage_coordinate_in_errors import SamplesOfPasses, Stag
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage, reduction_channel
 from raypar.worker.stage.stage_shard import StageShard
 from raypar.worker.stage.whole_layers import WholeLayers
-from raypar.worker.state.activation_file import ActivationFile
+from raypar.worker.state.activation_place import ActivationPlace
 from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.step.gathered_memory import GatheredMemory
 from raypar.worker.step.layer_gather import LayerGather
@@ -404,7 +404,7 @@ class StageBuilder:
     """Of virtual shards that take turns."""
     optimizer_files: FileMemoryPool | None = None
     """Where state of optimizers lies that is not in memory (`plan.optimizer_in`); None: all is."""
-    activation_file: ActivationFile | None = None
+    activation_place: ActivationPlace | None = None
     """Where activations are offloaded to (`plan.activations_in`); None: none are."""
 
     def build_stages(
@@ -444,9 +444,9 @@ class StageBuilder:
                     in_turn=self.generators if plan.stages[index].division else None,
                     takes=whole.get(index),
                 )
-            if self.activation_file is not None and (offloaded := plan.offloaded_layers(index)):
+            if self.activation_place is not None and (offloaded := plan.offloaded_layers(index)):
                 positions = tuple(layer - plan.stages[index].first for layer in offloaded)
-                stages[index, number].offload = offload = StageOffload(positions, self.activation_file)
+                stages[index, number].offload = offload = StageOffload(positions, self.activation_place)
                 stages[index, number].hooks.when_left(offload.enter_backward)
             if index not in whole:
                 others = len(plan.stages[index].run_of(plan.role_in(rank, index).shard)) - 1

@@ -24,6 +24,7 @@ from raypar.model.layer_skeletons import make_model_outline
 from raypar.model.tensor_parallel.compute_shard_layout import compute_shard_layout
 from raypar.plan import Microbatches, MicrobatchRouting, ModelOutline, ParallelPlan
 from raypar.plan.forward_pass_batching import whole_batching
+from raypar.plan.offloading import HOST
 from raypar.plan.ownership import Ownership
 from raypar.plan.pieces import AdoptedStages
 from raypar.plan.shard_ranges import count_indices
@@ -59,6 +60,8 @@ from raypar.worker.stage.stage import Stage
 from raypar.worker.stage.stage_in_virtual_shards import ComputesMicrobatches, ShardOfStage, StageInVirtualShards
 from raypar.worker.stage_builder import StageBuilder
 from raypar.worker.state.activation_file import ACTIVATIONS, ActivationFile
+from raypar.worker.state.activation_host_memory import HostActivations
+from raypar.worker.state.activation_place import ActivationPlace
 from raypar.worker.state.checkpoint_snapshot import CheckpointWriter, copy_to_host, restore_from_checkpoint, take_snapshot
 from raypar.worker.state.file_memory import OPTIMIZER_STATE, FileMemoryPool, check_folder_for_copies
 from raypar.worker.step.interpreter import Interpreter, StageLinks
@@ -130,7 +133,7 @@ class WorkerCore:
     """Those of the checkpoint that is being written; None where the loss is not scaled."""
     optimizer_files: FileMemoryPool | None
     """Where state of optimizers lies that is not in memory (`plan.optimizer_in`); None: all is."""
-    activation_file: ActivationFile | None
+    activation_place: ActivationPlace | None
     """Where activations are offloaded to in the present plan (`plan.activations_in`); None: none are."""
     _layouts: dict[int, TensorParallelLayout]
     """Number of shards -> how the model is cut over them; kept because it is needed repeatedly."""
@@ -168,11 +171,11 @@ class WorkerCore:
         self.graph = guard_graph_builds(graph, self.guard)
         self.stages = {}
         self.transport = None
-        self._layouts, self._passes, self.optimizer_files, self.activation_file = {}, {}, None, None
+        self._layouts, self._passes, self.optimizer_files, self.activation_place = {}, {}, None, None
         if spec.optimizer_in is not None and spec.forward_passes is None:
             check_folder_for_copies(spec.optimizer_in, OPTIMIZER_STATE)  # now, and not in the first step
-        if spec.activations_in is not None and spec.forward_passes is None:
-            check_folder_for_copies(spec.activations_in, ACTIVATIONS)
+        if spec.activations_folder is not None and spec.forward_passes is None:
+            check_folder_for_copies(spec.activations_folder, ACTIVATIONS)
         self._compared, self._to_compare = set(), set()
         self.data = WorkerData(spec, self.guard, batch_names=graph.batch_names, stream_process=stream_process)
         self.generators = GeneratorsInTurn(device)
@@ -210,7 +213,7 @@ class WorkerCore:
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership, self.nodes = self.ownership_of(assignment.plan), tuple(nodes)
         self.optimizer_files = self._make_files()  # new ones: those of the plan before are gone with its state
-        self._open_activation_file()
+        self._open_activation_place()
         builder = self._builder(assignment, transport)
         self.not_moved = None
         frees = any(stage.gather_in_effect not in (None, "step") for stage in assignment.plan.stages)
@@ -278,15 +281,18 @@ class WorkerCore:
             shard_timeout_s=self.step_timeout_s,
             generators=self.generators,
             optimizer_files=self.optimizer_files,
-            activation_file=self.activation_file,
+            activation_place=self.activation_place,
         )
 
-    def _open_activation_file(self) -> None:
-        """Have a new file for activations, if some are offloaded, and none of the plan before."""
-        if self.activation_file is not None:
-            self.activation_file.close()
-        folder = self.spec.activations_in if self.assignment.plan.offload else None
-        self.activation_file = None if folder is None else ActivationFile(folder, self.step_timeout_s)
+    def _open_activation_place(self) -> None:
+        """Have a new place for activations, if some are offloaded, and none of the plan before."""
+        if self.activation_place is not None:
+            self.activation_place.close()
+        where = self.spec.activations_in if self.assignment.plan.offload else None
+        if where == HOST:
+            self.activation_place = HostActivations(self.device)
+        else:
+            self.activation_place = None if where is None else ActivationFile(where, self.step_timeout_s)
 
     def _make_files(self) -> FileMemoryPool | None:
         """Files for state in `plan.optimizer_in`, each gone when its tensor is; None without it."""
@@ -616,8 +622,9 @@ class WorkerCore:
         model, and of its tensors by the kinds of the memory sheet (`held_memory`)."""
         commit = self.step_commit
         held = held_memory(self.stages, commit.optimizers.values(), commit.owned, commit.gather)
-        if (file := self.activation_file) is not None:
-            held |= {"unwritten": file.most_unwritten, "activation_files": file.nbytes}
+        if (place := self.activation_place) is not None:
+            kind = "activation_host" if self.spec.activations_in == HOST else "activation_files"
+            held |= {"unwritten": place.most_unwritten, kind: place.nbytes}
         return {**memory_in_use(self.device), "empty": self._empty_bytes, **held}
 
     def optimizer_state(self, index: ShardOfStage) -> OptimizerState:
@@ -780,8 +787,8 @@ class WorkerCore:
     def close(self) -> None:
         """Release transports, loaders and their processes; idempotent."""
         self.data.close()
-        if self.activation_file is not None:
-            self.activation_file.close()
+        if self.activation_place is not None:
+            self.activation_place.close()
         if self.transport is not None:
             self.transport.close()
             self.transport = None

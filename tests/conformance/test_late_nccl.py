@@ -49,6 +49,12 @@ def test_all_numbers_are_right_under_every_seed(seed):
     assert failure("messages and collectives", seed) is None
 
 
+@pytest.mark.parametrize("seed", in_default(range(12), 0, 3))
+def test_activations_in_the_hosts_memory_give_the_bits_of_all_in_the_devices_under_every_seed(seed):
+    assert failure("offloaded", seed, sanitize=True) is None
+    assert failure("pinned copies", seed, sanitize=True) is None
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("seed", range(3))
 def test_what_travels_in_parts_between_nodes_is_whole_and_right_under_every_seed(seed):

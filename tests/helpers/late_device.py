@@ -207,6 +207,10 @@ class Memory:
         self.block, self.device = block, block.stream.device
         self._users: list[LateStream] = []
 
+    def nbytes(self) -> int:
+        """Of the whole block."""
+        return int(self.block.bytes.numel())
+
     def used_by(self, stream: LateStream) -> None:
         """See `Tensor.record_stream`: nothing for the stream that it belongs to."""
         if stream is not self.block.stream and stream not in self._users:
@@ -227,6 +231,8 @@ class LateDevice:
         self.events: list[LateEvent] = []
         """All, so that each keeps its own id; only for the sanitizer."""
         self.default = self.current = LateStream(self)
+        self.copied_out = 0
+        """Copies to the host for which that has not waited."""
         self._free: dict[tuple[LateStream, int], list[Block]] = {}
         self._pending: list[tuple[Block, list[LateEvent]]] = []
         """Blocks that were freed while other streams were using them."""
@@ -420,26 +426,31 @@ class World:
         target, source = (None, first) if name == "_to_copy" else (first, more[0]) if name == "copy_" else (more[0], first)
         where = call.kwargs.get("device")
         to_host = where is not None and torch.device(where).type == "cpu"
+        asks_to_go_on = bool(call.kwargs.get("non_blocking") or (name == "copy_" and True in more[1:]))
         if isinstance(source, OnDevice):
             if target is None and to_host:
                 self.finish(source)
                 return call.op(*call.given, **call.named)
             if target is not None and not isinstance(target, OnDevice):
+                if is_pinned(target) and asks_to_go_on:
+                    device.copied_out += 1
+                    launch(device, name, [source], [target], functools.partial(target.copy_, source.raw))
+                    return target
                 self.finish(source)
                 return target.copy_(source.raw)
             return None
-        later = is_pinned(source) and bool(call.kwargs.get("non_blocking") or (name == "copy_" and True in more[1:]))
+        later = is_pinned(source) and asks_to_go_on
         value = source if later else source.detach().clone()
         if target is None:
             target = device.allocate(
                 value.shape, call.op(*call.given, **call.named).stride(), call.kwargs.get("dtype") or value.dtype
             )
-        launch(device, name, [], [target], functools.partial(target.raw.copy_, value))
+        launch(device, name, [source] if later else [], [target], functools.partial(target.raw.copy_, value))
         return target
 
 
 def launch(
-    device: LateDevice, name: str, reads: Sequence[OnDevice], writes: Sequence[OnDevice], work: Callable[[], object]
+    device: LateDevice, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Callable[[], object]
 ) -> None:
     """Give a kernel to the current stream."""
     launch_at(device.current, name, [t.data_ptr() for t in reads], [t.data_ptr() for t in writes], Kernel(work))

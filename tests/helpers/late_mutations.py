@@ -15,10 +15,11 @@ from helpers.late_runs import failure, prepare
 from raypar.comm import gradient_reduction, gradient_scatter_on_device, parameter_marks, routine
 from raypar.comm.nccl import communicator_stream, late_message, operation_handle, pending_operations, tagged_messages, transport
 from raypar.worker.process import gpu_setup
+from raypar.worker.state import activation_host_memory
 from raypar.worker.step import buffer_exchange, interpreter, tied_gradients
 
 OWN, ENDS, STEPS, SUMS, BUFFERS = "messages and collectives", "kills", "steps", "reductions", "buffers"
-SCATTERED = "scattered"
+SCATTERED, PINNED = "scattered", "pinned copies"
 HERE = "torch.empty(tuple({0}), dtype={1}, device=self.{2}device.device)"
 
 
@@ -100,6 +101,7 @@ def of(module: Any) -> Callable[..., Mutation]:
 _handle, _pending, _messages = of(operation_handle), of(pending_operations), of(tagged_messages)
 _stream, _transport, _routine, _late = of(communicator_stream), of(transport), of(routine), of(late_message)
 _reduction, _gpu, _interpreter, _ties = of(gradient_reduction), of(gpu_setup), of(interpreter), of(tied_gradients)
+_host = of(activation_host_memory)
 _buffers, _marks, _scatter = of(buffer_exchange), of(parameter_marks), of(gradient_scatter_on_device)
 _SCRATCH = "the memory was allocated in the communicator's own stream, which gives it to nobody before it has done its work"
 
@@ -446,5 +448,63 @@ MUTATIONS = (
         ('yield RoutineWait(handle, "a send to be taken by its receiver at the end of the step")', "yield from ()"),
         program=STEPS,
         stays=_VOTE,
+    ),
+    # activations in the host's memory
+    _host(
+        "a copy to the host waits for what computes the memory",
+        "HostActivations.write",
+        ("self._out.wait_event(computed)", "pass"),
+        program=PINNED,
+    ),
+    _host(
+        "memory goes once the computing stream has waited for its copy",
+        "HostMemory.leave",
+        ("self._written.make_stream_wait(_go_on)", "pass"),
+        program=PINNED,
+    ),
+    _host(
+        "a copy from the host waits for who had its memory before",
+        "HostActivations.begin_reading",
+        ("self._back.wait_event(self._streams.record_event())", "pass"),
+        program=PINNED,
+    ),
+    _host(
+        "the computing stream waits for a copy from the host",
+        "HostMemory._await_arrival",
+        ("self._arrived.make_stream_wait(_go_on)", "pass"),
+        program=PINNED,
+    ),
+    _host(
+        "the event of a copy to the host is behind it",
+        "HostActivations.write",
+        ("self._out.run(", "early = self._out.record_event(); self._out.run("),
+        ("pinned, self._out.record_event())", "pinned, early)"),
+        program=PINNED,
+    ),
+    _host(
+        "the event of a copy from the host is behind it",
+        "HostActivations.begin_reading",
+        ("self._back.run(", "early = self._back.record_event(); self._back.run("),
+        ("return again, self._back.record_event()", "return again, early"),
+        program=PINNED,
+    ),
+    _host(
+        "copies to the host are made in their stream",
+        "HostActivations.write",
+        (
+            "self._out.run(partial(pinned[:nbytes].copy_, memory, non_blocking=True))",
+            "self._back.run(partial(pinned[:nbytes].copy_, memory, non_blocking=True))",
+        ),
+        program=PINNED,
+    ),
+    _host(
+        "pinned memory is used again once the computing stream is done with it",
+        "HostMemory.fetch",
+        (
+            "self._again, self._arrived = self._place.begin_reading(self._pinned, self.nbytes)",
+            "self._again, self._arrived = self._place.begin_reading(self._pinned, self.nbytes); "
+            "self._place.give_back(self._pinned); self._pinned = None",
+        ),
+        program=PINNED,
     ),
 )

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,7 +21,9 @@ from helpers import parity, pretend
 from helpers.late_device import World, pinned
 from helpers.late_nccl import connected
 from helpers.late_programs import conformance, ending_in_one_thread, kills, messages_and_collectives, reductions
+from helpers.offloaded_layouts import small_memory_offloaded
 from helpers.parity import Layout
+from helpers.pretend import OnDevice
 from helpers.shard_grid import SHALLOW, Cell
 from helpers.zero_layouts import small_pieces
 from torch import Tensor
@@ -27,12 +31,16 @@ from torch import Tensor
 from raypar.job import Job
 from raypar.model.tensor_parallel import vocabulary_parallel
 from raypar.plan import ParallelPlan, bundle_parts
+from raypar.plan.offloading import HOST
 from raypar.worker import run_in_one_process
 from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.process import gpu_setup
 from raypar.worker.process.gpu_setup import DeviceBatchSource
 from raypar.worker.required_communicators import required_communicators
 from raypar.worker.run_in_one_process import OneProcessRun
+from raypar.worker.stage import activation_offloading
+from raypar.worker.stage.activation_offloading import OffloadedTensor
+from raypar.worker.state import activation_host_memory
 from raypar.worker.worker_core import WorkerCore
 
 STEPS = 2
@@ -227,6 +235,88 @@ def scattered(seed: int, *, sanitize: bool = False) -> None:
         assert end_of(layout, plan=plan) == want
 
 
+@contextlib.contextmanager
+def offloading_to_host(world: World) -> Iterator[None]:
+    """Jobs have `plan.activations_in: host`, tensors of late devices the memory that these have, and copies their streams."""
+
+    def storage_of(tensor: Tensor) -> Any:
+        return tensor.memory if isinstance(tensor, OnDevice) else None
+
+    def as_bytes(memory: Any) -> OnDevice:
+        made = OnDevice(memory.block.bytes)
+        made.memory = memory
+        return made
+
+    def tensor_in(memory: Any, saved: OffloadedTensor) -> OnDevice:
+        made = OnDevice(memory.raw.view(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset))
+        made.memory = memory.memory
+        return made
+
+    own = {"storage_of": storage_of, "as_bytes": as_bytes, "tensor_in": tensor_in}
+    with (
+        small_memory_offloaded(),
+        mock.patch.multiple(activation_offloading, **own),
+        mock.patch.object(activation_host_memory, "CudaStreams", lambda device: world.here),
+        mock.patch.object(Job, "_check_activations_place", lambda job: None),
+        mock.patch.object(Job, "activations_in", property(lambda job: HOST)),
+    ):
+        yield
+
+
+OFFLOADING = (
+    (Layout("tangled", "1f1b", (1,), 3), ()),
+    (Layout("tangled", "gpipe", (1, 1), 4), ()),
+    (Layout("plain", "zb-h1", (1,), 3), ()),
+    (Layout("tangled", "1f1b", (1, 1), 4), (1, 2, 6)),
+)
+"""Layouts that offload all layers but those with these numbers, which are recomputed."""
+
+
+def offloaded(seed: int, *, sanitize: bool = False) -> None:
+    """Steps of a plan whose activations lie in the host's memory between forward and backward."""
+    layout, recomputed = OFFLOADING[seed % len(OFFLOADING)]
+    want, layers = at_once(layout), range(len(layout.graph.layers))
+    plan = replace(layout.plan, recompute=recomputed).with_offload(set(layers).difference(recomputed))
+    with World(seed, plan.world, sanitize=sanitize) as world, offloading_to_host(world), late(world):
+        assert end_of(layout, plan=plan) == want
+        assert sum(device.copied_out for device in world.devices) > 10
+
+
+def pinned_copies(seed: int, *, sanitize: bool = False) -> None:
+    """Memory goes to the host and comes back, while other work is given the memory that it had."""
+    dice, device = random.Random(seed), pretend.device()
+    layout = (torch.float32, torch.Size([64]), (1,), 0)
+    with (
+        World(seed, 1, sanitize=sanitize) as world,
+        offloading_to_host(world),
+        mock.patch.object(torch.Tensor, "pin_memory", pinned),
+    ):
+        place = activation_host_memory.HostActivations(device)
+        away: list[tuple[int, Any]] = []
+        coming: list[tuple[int, Any]] = []
+        back: list[tuple[int, Tensor]] = []
+        for number in range(40):
+            if number < 30:
+                made = torch.full((64,), float(number), device=device) + 0
+                away.append((number, place.write(activation_offloading.as_bytes(made.memory), 0)))
+                del made
+            for _ in range(2):
+                torch.full((64,), -1.0, device=device)
+            if away and (number >= 30 or dice.random() < 0.6):
+                coming.append(away.pop(dice.randrange(len(away))))
+                coming[-1][1].fetch()
+            while len(coming) > (2 if number < 39 else 0):
+                what, piece = coming.pop(0)
+                memory: Any = piece.wait("it")
+                back.append((what, activation_offloading.tensor_in(memory, OffloadedTensor(memory, *layout)) + 0))
+                del memory
+                piece.release()
+        place.settle()
+        for what, tensor in back:
+            assert tensor.tolist() == [float(what)] * 64, f"{what} came back as {tensor.tolist()[0]}"
+        assert len(back) > 20
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
     "messages and collectives": messages_and_collectives,
     "conformance": conformance,
@@ -237,6 +327,8 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "parts": parts,
     "owners": owners,
     "scattered": scattered,
+    "offloaded": offloaded,
+    "pinned copies": pinned_copies,
 }
 
 
@@ -248,6 +340,8 @@ def prepare(program: str, seed: int) -> None:
         at_once(WRITING[seed % len(WRITING)])
     if program == "parts":
         whole_at_once()
+    if program == "offloaded":
+        at_once(OFFLOADING[seed % len(OFFLOADING)][0])
     if program in ("owners", "scattered"):
         nothing_divided(seed % len(OWNING))
 

@@ -31,7 +31,7 @@ from raypar.launch.check_offload_folder import check_offload_folder, lines_about
 from raypar.plan import MicrobatchRouting, ParallelPlan, offloading
 from raypar.plan.recomputation import resolve_recomputed_layers
 from raypar.planner.model_profile import ModelProfile
-from raypar.planner.offloaded_activations import file_bytes, unwritten_limits
+from raypar.planner.offloaded_activations import bytes_in_place, unwritten_limits
 from raypar.planner.predicted_step import kept_bytes_by_kind
 from raypar.schedule import registry
 from raypar.schedule.instructions import ACTIVATIONS, FETCHED, RESIDENT, WRITTEN
@@ -108,7 +108,7 @@ def test_what_is_alive_after_each_instruction_is_what_the_sheet_says(schedule, p
 
     monkeypatch.setattr(LiveStorages, "_count", count_when_written)
     with OneProcessRun(in_folder(spec, tmp_path), plan, orders, graph=graph) as run:
-        files += [core.activation_file for core in run.cores]
+        files += [core.activation_place for core in run.cores]
         run.step(0)
         storages.kept.clear()
         with traffic_of_files() as (written, read):
@@ -121,7 +121,7 @@ def test_what_is_alive_after_each_instruction_is_what_the_sheet_says(schedule, p
             )
             assert written[file] == of_step >= read[file], "each byte once"
         unwritten = max(unwritten_limits(profile, plan))
-        for core, in_files in zip(run.cores, file_bytes(profile, routing, orders), strict=True):
+        for core, in_files in zip(run.cores, bytes_in_place(profile, routing, orders), strict=True):
             held = core.memory()
             assert held["unwritten"] <= unwritten and held["activation_files"] <= in_files + (1 << 16)  # in whole pages
     for rank, order in enumerate(orders):
@@ -295,7 +295,7 @@ def test_a_layer_as_people_write_them_has_the_bits_of_one_that_is_kept(name, tmp
             assert {r.loss for r in run.step(step)} == {want.losses[step]}
             found = run.gradients()
             assert all(torch.equal(copy, g) for n, g in want.gradients[step].items() for copy in found[n])
-        assert run.cores[0].activation_file.nbytes
+        assert run.cores[0].activation_place.nbytes
 
 
 def test_a_layer_that_writes_into_what_is_saved_is_refused_offloaded_too(tmp_path: Path):
@@ -320,7 +320,7 @@ def test_a_step_that_was_broken_off_leaves_nothing_in_the_file(tmp_path: Path):
         stage.offloaded_forward(1, {}, batch)
         stage.fetch(0)
         stage.begin_step(0)
-        file = core.activation_file
+        file = core.activation_place
         file.settle()
         assert file.nbytes and file._free == [Room(0, file.nbytes)]
         for step in range(3):
@@ -368,7 +368,7 @@ def test_a_disk_that_does_not_answer_is_an_error_that_names_what_was_waited_for(
         return preadv(*given)
 
     with OneProcessRun(in_folder(spec, tmp_path), GPIPE, "gpipe", graph=graph) as run:
-        run.cores[0].activation_file._timeout_s = 0.2
+        run.cores[0].activation_place._timeout_s = 0.2
         monkeypatch.setattr(os, "preadv", silent)
         words = (
             r"activations of layer '\d', of microbatch \d on stage 0, were not read from plan.activations_in .* within 0.2 s"

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ import gpu  # noqa: E402
 import gpu_costs  # noqa: E402
 import gpu_loop  # noqa: E402
 import gpu_norm  # noqa: E402
+import gpu_offload  # noqa: E402
 import gpu_on_ray  # noqa: E402
-from gpu_page import good, norm_is_right, told  # noqa: E402
+from gpu_page import good, norm_is_right, offloading_is_right, told  # noqa: E402
 from gpu_visit import Visit, visit  # noqa: E402
 from models import Workload  # noqa: E402
 
@@ -98,6 +100,14 @@ def test_sums_over_shards_are_timed_until_posted_until_the_host_goes_on_and_unti
 
 
 SMALL = Workload(depth=1, width=16, heads=2, context=16, batch_size=4)
+
+
+def test_activations_elsewhere_are_compared_with_all_in_memory(tmp_path):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    rows = gpu_offload.measure(replace(SMALL, batch_size=32, depth=3), 2, 1, torch.device("cpu"), str(tmp_path))
+    torch.use_deterministic_algorithms(deterministic)
+    assert [row["place"] for row in rows] == ["the GPU's memory", str(tmp_path)] and offloading_is_right(rows)
+    assert [row["place_bytes"] > 0 for row in rows] == [False, True] and all(row["seconds"] > 0 for row in rows)
 
 
 def test_training_is_compared_in_turns_in_all_precisions_with_the_same_settings_of_pytorch():
@@ -197,6 +207,10 @@ FOUND = {
         "ratios": [{"ours": "raypar", "beside": "plain", "median": 0.994, "lower": 0.99, "upper": 1.001, "pairs": 10}],
     },
     "costs": [{"name": "norm", "times": "once", "ours": [1000.0, 2345.0], "plain": [10.0, 20.0]}],
+    "offload": [
+        {"place": where, "weights": weights * 16, "seconds": 1.5, "gpu_bytes": 1234 << 20, "place_bytes": 5 << 20}
+        for where, weights in (("the GPU's memory", "abcd"), ("host", "abce"))
+    ],
     "sums": {2: [{"value": "[2] float32", "posted": 10.0, "free": 20.0, "there": 3456.0}]},
     "ray": {"command": "python -m raypar", "seconds": 30.0, "run": "abc", "one_process": "def"},
     "failures": {"--only kill": "ended after 120 s: last words"},
@@ -221,6 +235,7 @@ def test_the_page_tells_everything_that_was_measured():
         "1,234",
         "2,345",
         "3,456",
+        "| 1,234 ",
         "NOT equal to one process's",
         "last words",
     ):
@@ -232,4 +247,6 @@ def test_what_is_wrong_is_the_exit_status():
     right = {"conformance": {2: FOUND["conformance"][2][:1]}, "parity": {2: [{**FOUND["parity"][2][0], "other": []}]}}
     assert good(right | {"reform": FOUND["reform"]})
     assert not good(right | {"norm": FOUND["norm"]}) and good(right | {"norm": [{**FOUND["norm"][0], "equal": 8}]})
+    same = [row | {"weights": "abcd"} for row in FOUND["offload"]]
+    assert not good(right | {"offload": FOUND["offload"]}) and good(right | {"offload": same})
     assert not good({"reform": {2: {**FOUND["reform"][2], "stuck": ["messages 0 -> 1"]}}})

@@ -95,6 +95,7 @@ microbatches: 4
         ("{offload: full}", "cpu", "plan.activations_in does not say where to"),
         ("{activations_in: /fast, recompute: full}", "cpu", "plan.recompute: full drops all activations"),
         ("{activations_in: host}", "cpu", "activations lie in the host's memory already"),
+        ("{activations_in: /fast}", "gpu", "activations of GPUs go to the host's memory, and not to files"),
         ("{activations_in: /fast, offload: block}", "cpu", "expected full, or a list of patterns of layer names"),
         ("{activations_in: /fast, offload: []}", "cpu", "expected full, or a list of patterns of layer names"),
     ],
@@ -115,6 +116,17 @@ def test_keys_that_contradict_each_other_are_refused(plan, device, words):
 )
 def test_a_job_says_what_is_offloaded(plan, policy):
     assert parse_job(f"{JOB}plan: {plan}\n").offload == policy
+
+
+def test_activations_of_gpus_go_to_the_memory_of_the_host():
+    job = parse_job(f"{JOB}device: gpu\nplan: {{activations_in: host, offload: [a]}}\n")
+    assert (job.activations_in, job.activations_folder, job.offload) == (offloading.HOST, None, ("a",))
+    layer = LayerProfile("layer", 1.0, 2.0, 1.0, 1.0, parameter_bytes=100, output_bytes=10)
+    profile = ModelProfile((layer,) * 3, kept=(KEPT,), activations_place=offloading.HOST)
+    (sheet,) = memory_sheets(profile, full(1, layers=3), "1f1b", Microbatches(6, 6, 24))
+    assert sheet.activation_files == 0 and sheet.activation_host == (4 + 2 + 4 + 8) * MIB, "in powers of two"
+    advice = describe_changes_that_fit(profile, ParallelPlan.mesh(layers=3), "gpipe", Microbatches(6, 6, 24), 50 * MIB)
+    assert "or plan.activations_in=host (" in advice
 
 
 # -- where in a schedule -------------------------------------------------------------------------------------------------------
@@ -304,7 +316,7 @@ def test_the_sheet_has_what_stays_what_is_on_its_way_and_what_lies_in_files(monk
     top, below = 10 * MIB, 4 * MIB  # what the last layer saves; what is read while it computes
     assert (sheet.kept[ACTIVATIONS], sheet.kept[FETCHED], sheet.kept[RESIDENT]) == (2 * (100 + top), below, 4 * 100)
     assert sheet.unwritten == 8 * MIB and sheet.activation_files == 6 * 14 * MIB
-    assert "8.0 MiB of activations on their way to files" in str(sheet)
+    assert "8.0 MiB of activations on their way out" in str(sheet)
     assert sheet.total == max(predict_step(profile, plan, "gpipe", cut)[1])
 
 
@@ -326,7 +338,7 @@ def test_the_planner_keeps_what_it_is_given_and_names_files_where_nothing_else_f
     tight = ModelProfile((layer,) * 6, memory_bytes=110 * MIB)
     with pytest.raises(PlanError, match="no plan for 3 workers fits") as error:
         search_plans(tight, 3, Microbatches(12))
-    assert error.value.cure.startswith("activations in files (plan.activations_in: FOLDER) are predicted to fit, with ")
+    assert error.value.cure.startswith("offloaded activations (plan.activations_in: FOLDER) are predicted to fit, with ")
 
 
 def test_the_picture_has_a_colour_and_a_legend_for_each():

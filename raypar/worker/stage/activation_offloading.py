@@ -25,7 +25,7 @@ from raypar.comm.buffer_pool import ALIGNED
 from raypar.errors import ModelError
 from raypar.plan import offloading
 from raypar.worker.stage.layer_tensors import memory_begin
-from raypar.worker.state.activation_file import ActivationFile, OffloadedMemory
+from raypar.worker.state.activation_place import ActivationPlace, OffloadedPiece
 
 
 @dataclass
@@ -34,8 +34,8 @@ class StageOffload:
 
     positions: tuple[int, ...]
     """Positions in the stage of the layers whose activations are offloaded, ascending."""
-    file: ActivationFile
-    """The worker's file."""
+    place: ActivationPlace
+    """The worker's place for them."""
     layer_bytes: int = 0
     """The most that a layer has written of a microbatch."""
     waited_ns: int = 0
@@ -66,8 +66,7 @@ class OffloadedTensor(NamedTuple):
 
     def tensor(self, what: str) -> Tensor:
         """The tensor, with shape, strides and offset as it was saved, once it is read. `what`: whose it is, in messages."""
-        made = torch.empty(0, dtype=self.dtype)
-        return made.set_(self.storage.restored_bytes(what).untyped_storage(), self.offset, self.shape, self.strides)
+        return tensor_in(self.storage.restored_bytes(what), self)
 
 
 @dataclass(eq=False)
@@ -79,8 +78,8 @@ class _OffloadedStorage:
     """Position of the first layer that has saved any of it: the last one whose backward needs it."""
     storage: weakref.ReferenceType[torch.UntypedStorage]
     """The storage itself, as long as anything holds it."""
-    memory: OffloadedMemory
-    """Its bytes in the file."""
+    memory: OffloadedPiece
+    """Its bytes where they are offloaded to."""
     restored: Tensor | None = None
     """The storage as bytes [nbytes], uint8, once it is back."""
     is_released: bool = False
@@ -93,7 +92,7 @@ class _OffloadedStorage:
         if held is None:
             self.memory.fetch()
         else:
-            self.restored = _as_bytes(held)
+            self.restored = as_bytes(held)
             self.memory.release()
 
     def restored_bytes(self, what: str) -> Tensor:
@@ -134,19 +133,17 @@ class OffloadedActivations:
     def take(self, tensor: Tensor, position: int, stays: Collection[int]) -> OffloadedTensor | None:
         """Begin to offload the storage of a tensor that the layer at `position` has saved; None if it stays. `stays`: addresses
         of storages that do."""
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        storage = storage_of(tensor)
+        if storage is None or storage.nbytes() < offloading.SMALLEST_OFFLOADED_BYTES:
             return None
-        try:
-            storage, begin = tensor.untyped_storage(), memory_begin(tensor)
-        except RuntimeError:  # a wrapper inside `torch.func`, without memory of its own
-            return None
-        if storage.nbytes() < offloading.SMALLEST_OFFLOADED_BYTES or begin in stays or begin % ALIGNED:
+        begin = memory_begin(tensor)
+        if begin in stays or begin % ALIGNED:
             return None
         found = self._by_begin.get(begin)
         if found is None or found.storage() is not storage:  # what was there before is written, and gone
             self._written[position] = of_layer = self._written.get(position, 0) + storage.nbytes()
             self.stage.layer_bytes = max(self.stage.layer_bytes, of_layer)
-            memory = self.stage.file.write(_as_bytes(storage), self.stage.layer_bytes)
+            memory = self.stage.place.write(as_bytes(storage), self.stage.layer_bytes)
             found = self._by_begin[begin] = _OffloadedStorage(self.stage, position, weakref.ref(storage), memory)
         if found not in (saved := self._of_layer.setdefault(position, [])):
             saved.append(found)
@@ -178,5 +175,26 @@ class OffloadedActivations:
         self._by_begin.clear()
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+# A device that only pretends to be one has another kind of memory in the place of these three (`tests/helpers/late_runs.py`).
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor; None if it has none that could be written as it is."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    try:
+        tensor.data_ptr()
+        return tensor.untyped_storage()
+    except RuntimeError:  # a wrapper inside `torch.func`, without memory of its own
+        return None
+
+
+def as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def tensor_in(memory: Tensor, saved: OffloadedTensor) -> Tensor:
+    """A saved tensor in other memory (uint8)."""
+    made = torch.empty(0, dtype=saved.dtype, device=memory.device)
+    return made.set_(memory.untyped_storage(), saved.offset, saved.shape, saved.strides)
