@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, RayparError, UserCodeError
+from raypar.errors import ClusterError, ConfigError, InputError, OutOfMemory, RayparError, UserCodeError, error_first_line
 from raypar.files.atomic_write import write_text_atomically
 from raypar.job import Job
 from raypar.launch.activity_reporter import ActivityReporter
@@ -299,13 +299,29 @@ def _connect_and_follow(
                     if isinstance(event, SavedCheckpoint):
                         _put_documents_back(folder, documents, until_disconnected, tell)
 
-                result = _follow(request, folder, tell_and_watch, tell.note_driver_answer)
-                after.enter_context(after_the_run(describe_end(result)))
+                result = _follow_to_its_end(request, folder, tell_and_watch, tell.note_driver_answer, after)
                 begun = begun or isinstance(result.error, OutOfMemory)  # its error.txt says what was in memory
                 return result
         finally:
             if not begun and not folder.metrics.exists():  # on a full disk metrics.jsonl may be missing after steps
                 shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _follow_to_its_end(
+    request: RunRequest,
+    folder: RunFolder,
+    tell: EventHandler,
+    on_answer: Callable[[], None],
+    after: contextlib.ExitStack,
+) -> Result:
+    """The result of `_follow`; then `after` is entered, also where the driver is lost: a signal ends what comes after a run."""
+    try:
+        result = _follow(request, folder, tell, on_answer)
+    except RayparError as error:
+        after.enter_context(after_the_run(f"it had failed ({error_first_line(error)})"))
+        raise
+    after.enter_context(after_the_run(describe_end(result)))
+    return result
 
 
 def _record_connection(folder: RunFolder, connection: RayConnection, tell: ActivityReporter) -> None:

@@ -19,7 +19,7 @@ from raypar import Trainer
 from raypar.actors.cluster_info import ClusterCapacity
 from raypar.actors.ray_connection import RayConnection, start_local_ray
 from raypar.cli import main
-from raypar.errors import InputError, Interrupted
+from raypar.errors import InputError, Interrupted, WorkerLost
 from raypar.launch import Result, raise_run_failure
 from raypar.user_code.stop_signals import StopSignal, stop_signals_raise
 from raypar.user_code.stop_signals_outside_training import after_the_run, stopped_before_training
@@ -103,6 +103,27 @@ def test_a_signal_when_the_run_is_over_says_how_the_run_ended(stop_at, tmp_path,
     monkeypatch.setattr("raypar.launch.launch_run._follow", lambda *given: ended)
     assert main(["train", str(write_job(tmp_path))]) == 130
     said = "stopped by SIGTERM when the run was over: done after 12 steps, the checkpoint c/step_12 is whole\n"
+    assert capfd.readouterr().err == said
+
+
+def test_a_signal_after_the_driver_was_lost_says_so(stop_at, tmp_path, monkeypatch, capfd):
+    """After 9 steps it was `stopped before training began (Ctrl-C): nothing was trained`."""
+
+    @contextlib.contextmanager
+    def connected(*arguments):
+        try:
+            yield RayConnection("own", "a local Ray cluster", "nowhere:0")
+        finally:
+            ends_itself(signal.SIGINT)
+
+    def lost(*given):
+        raise WorkerLost("the driver was lost: its process died", cure="begin the run anew")
+
+    stop_at("", signal.SIGINT)
+    monkeypatch.setattr("raypar.actors.ray_connection.connect_ray", connected)
+    monkeypatch.setattr("raypar.launch.launch_run._follow", lost)
+    assert main(["train", str(write_job(tmp_path))]) == 130
+    said = "stopped by Ctrl-C when the run was over: it had failed (the driver was lost: its process died)\n"
     assert capfd.readouterr().err == said
 
 
