@@ -23,7 +23,7 @@ from raypar.elastic.failures import begin_recovery, end_recovery, is_caused_by_w
 from raypar.elastic.hire_and_release_workers import start_missing_workers
 from raypar.elastic.phases import Phase, UnexpectedEvent
 from raypar.elastic.run_state import Due, RunState
-from raypar.errors import CheckpointError, StateNotKeptError, UnreadableStateError
+from raypar.errors import CheckpointError, ConfigError, StateNotKeptError, UnreadableStateError
 from raypar.plan.wording import after_steps, count_noun
 
 MAX_OPEN_STEPS = 2
@@ -222,12 +222,20 @@ def wait_for_disk(m: RunState) -> bool:
             WarnUser(
                 f"the state {after_steps(p.emitted)} is in the workers' memory only: it is saved as soon as its checkpoint can "
                 f"be written, which is tried every {m.policy.save_retry_s:.0f} s; {left_s:.0f} s left, then the run ends "
-                f"without it ({describe_last_checkpoint(m)})\n  cure: free disk space, or make the run folder writable"
+                f"without it ({describe_last_checkpoint(m)})\n  cure: {_how_to_make_room(m)}"
             ),
             "the run would lose what was trained since then",
         )
     p.unsaved_since_s, p.retry_save_at_s, m.timer.deadline_s = since_s, now_s + m.policy.save_retry_s, None
     return True
+
+
+def _how_to_make_room(m: RunState) -> str:
+    """What lets the last checkpoint be written: room in the run's folder, or in a folder of the job's."""
+    error = m.progress.save_error
+    if isinstance(error, ConfigError):
+        return f"make room there while the run waits: {error.what}"
+    return "free disk space, or make the run folder writable"
 
 
 def retry_last_checkpoint(m: RunState) -> Phase | None:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, Privat
 from raypar.errors import ConfigError, PlanError
 from raypar.files.printable_text import shorten
 from raypar.job.key import BITS_OF_SHARDS, CLIENT, WORKERS
-from raypar.job.section import MAX_WORKERS, LocalFolder, Parts, PathText, Section, Workers
+from raypar.job.section import MAX_WORKERS, LocalFolder, LocalFolderOrHost, Parts, PathText, Section, Workers
 from raypar.plan.gradient_scatter import GradientRoute
 from raypar.plan.offloading import OffloadPolicy
 from raypar.plan.parallel_plan import ParallelPlan, describe_mesh
@@ -202,7 +202,7 @@ class PlanConfig(Section):
     offload: Annotated[Any, BeforeValidator(_offload_policy), CLIENT] = None
     """Layers whose activations are offloaded to `activations_in`: `full`, or a list of patterns of layer names; None: with
     `activations_in` all layers that are not recomputed, without it none."""
-    activations_in: Annotated[LocalFolder | None, WORKERS] = None
+    activations_in: Annotated[LocalFolderOrHost | None, WORKERS] = None
     """A folder on a local disk of each worker, to whose files the activations of layers are written after the forward, and from
     which the backward reads them, one layer ahead; `host`, on GPUs: the memory of the worker's host; None: they lie in memory.
     The files are gone when the worker ends. Results do not depend on it."""

@@ -36,16 +36,16 @@ PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isin
 
 
 def _local_folder(value: str) -> str:
-    """The absolute path of a folder; `host` as it is. Raises `ValueError` for the URI of a place on object storage."""
-    if value == HOST:
-        return value
-    if "://" in value:
+    """The absolute path of a folder. Raises `ValueError` for the URI of a place on object storage, and for no name at all."""
+    if "://" in value or not value:
         raise ValueError("a folder on a local disk of each worker, not a URI")
     return os.path.abspath(os.path.expanduser(value))
 
 
 LocalFolder = Annotated[PathText, AfterValidator(_local_folder)]
 """A folder on a local disk, made absolute where the job is read."""
+LocalFolderOrHost = Annotated[PathText, AfterValidator(lambda value: value if value == HOST else _local_folder(value))]
+"""The same, or the memory of the host."""
 
 
 def as_file_list(value: object) -> object:

@@ -83,6 +83,7 @@ _DEVICES = {"cuda": "gpu", "nvidia": "gpu", "gpu": "gpu", "gpus": "gpu", "cpu": 
 
 
 _MAIN_KEY = {"checkpoint": "every", "early_stopping": "patience", "plan": "replicas", "elastic": "min_workers"}
+_MAIN_KEY |= {"average": "decay"}
 """Section -> the key that people mean who give a number in its place."""
 _WEIGHTS_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _LOSSES = {"mse": "mse_loss", "cross_entropy": "cross_entropy", "crossentropy": "cross_entropy", "ce": "cross_entropy"}

@@ -9,6 +9,7 @@ from helpers.tiny_job import write_job
 
 from raypar.cli import main
 from raypar.errors import ConfigError
+from raypar.job.read_job import load_job
 from raypar.worker.layer_precisions import AUTOCAST_PRECISIONS
 
 SHARDS = ("plan.shards=2", "plan.styles={'*': gathered}")
@@ -67,6 +68,16 @@ ERRORS = {
         ["elastic.mirror_in=s3://bucket/state"],
         "elastic.mirror_in: expected a folder on a local disk of each worker, not a URI",
         r"correct --set elastic\.mirror_in$",
+    ),
+    "a folder without a name": (
+        ["plan.optimizer_in=''"],
+        "plan.optimizer_in: expected a folder on a local disk of each worker, not a URI, got '' (str)",
+        r"correct --set plan\.optimizer_in$",
+    ),
+    "a decay alone": (
+        ["average=0.999"],
+        "average: expected keys and values (decay, every, from_step, validate_with), got 0.999 (float)",
+        r'correct --set average; for average\.decay write \{"decay": 0\.999\}$',
     ),
     "an optimizer in a list": (
         ["optimizer=[torch.optim:AdamW, {lr: 0.1}]"],
@@ -161,6 +172,14 @@ def test_the_plan_says_it_too(case, tmp_path, capfd):
     sets, line = LINES[case]
     assert main(["plan", str(write_job(tmp_path)), *(word for one in sets for word in ("--set", one))]) == 0
     assert capfd.readouterr().out.count(f"\n{line}") == 1
+
+
+def test_host_is_the_memory_of_the_host_for_activations_alone():
+    quickstart = Path(__file__).parents[2] / "jobs/quickstart.yaml"
+    job = load_job(quickstart, ["plan.optimizer_in=host", "elastic.mirror_in=host"])
+    assert job.optimizer_in == str(Path("host").absolute()) == job.elastic.mirror_in
+    with pytest.raises(ConfigError, match=r"plan\.activations_in is host, and device is cpu"):
+        load_job(quickstart, ["plan.activations_in=host"])
 
 
 @pytest.mark.parametrize("key", ["plan.optimizer_in", "plan.activations_in", "elastic.mirror_in"])

@@ -45,6 +45,7 @@ from raypar.elastic.step_flow_rules import MAX_OPEN_STEPS
 from raypar.errors import (
     CheckpointError,
     CommTimeout,
+    ConfigError,
     GroupAborted,
     LeaseLostError,
     StateNotKeptError,
@@ -321,6 +322,15 @@ def unsaved(when: str, **policy) -> RunMachine:
     assert waits.text.startswith("the state after 1 step is in the workers' memory only: it is saved as soon as")
     assert "300 s left" in waits.text and "nothing is saved" in waits.text and "cure: free disk space" in waits.text
     return machine
+
+
+def test_a_run_that_waits_names_the_folder_that_has_no_room_for_the_copy_of_its_state():
+    machine = RunMachine(RunPolicy(workers=2, job_steps=1))
+    begin(machine)
+    commit(machine, 0)
+    full = ConfigError("plan.optimizer_in /fast takes no 0.2 MiB of optimizer state: no space", cure="give another")
+    _, waits = do(machine, CheckpointFailed(1, full), 2.0)
+    assert waits.text.endswith(f"\n  cure: make room there while the run waits: {full.what}")
 
 
 @pytest.mark.parametrize("when", ["copied", "written"])
