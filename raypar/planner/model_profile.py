@@ -48,9 +48,9 @@ class LayerStorages:
     reads: tuple[ReadStorage, ...]
     """What its forward reads."""
     of_loss: tuple[int, ...] = ()
-    """What of the saved ones the loss saves, so that it stays in memory where the layer is offloaded."""
+    """Those of `saved` that the loss saves: they stay in memory where the layer is offloaded."""
     of_loss_alone: tuple[int, ...] = ()
-    """What of these the layer itself does not save, so that it is not written either."""
+    """Those of `of_loss` that the layer itself does not save: they are not written either."""
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,9 @@ def _scattered_on_their_way(routing: MicrobatchRouting, stage: int, nbytes: int,
     holders = place.zero_holders if place.zero_in_effect else 1
     own = Counter(routing.replica_for(stage, microbatch) for microbatch in range(routing.microbatches.count))
     one = holders * (nbytes + (place.replicas - 1) * nbytes // place.replicas)
-    return min(limit // one, max(own.values())) * one or limit if one else 0
+    if not one:
+        return 0
+    return min(limit // one, max(own.values())) * one or limit
 
 
 OFFLOADED: tuple[StateKind, ...] = ("optimizer", "master", "average")

@@ -144,8 +144,8 @@ class KeptStoragesMeasurement:
     def _forward(
         self, index: int, stage: Stage, received: Mapping[str, Tensor], fields: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """(what the layer saves, what the loss behind it does, the values that others read). Nothing where the layer refuses to
-        have it looked at."""
+        """(what the layer saves, what the loss behind it saves, the values that others read). The first two are empty where the
+        layer refuses hooks on saved tensors."""
         saved, of_loss = list[Tensor](), list[Tensor]()
         now, loss = saved, stage.loss
 
