@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from raypar.elastic.seating import keep_replica_numbers
 from raypar.errors import PlanError
 from raypar.plan import ModelOutline, ParallelPlan
 from raypar.plan.ownership import CANONICAL_PIECE, SHARED_OUT_FROM, OwnedRun, Ownership
@@ -284,6 +285,28 @@ def test_shares_are_even_in_every_stage_for_each_shard():
     for key in set(plan.compute_keys):
         of = [keeps.elements(rank, "optimizer") for rank in range(plan.world) if plan.compute_keys[rank] == key]
         assert max(of) <= 1.01 * sum(of) / len(of)
+
+
+def moved(before, now, seats):
+    """Elements that replicas of the second list need and have not: each holds what its seat in the first one says."""
+    lacking = (subtract_pieces(need, before[seat] if seat < len(before) else ()) for need, seat in zip(now, seats, strict=True))
+    return sum(piece.size for pieces in lacking for piece in pieces)
+
+
+@pytest.mark.parametrize("replicas, level", [(3, 1), (4, 2), (5, 3), (6, 1), (7, 2), (8, 1), (8, 3)])
+def test_of_a_gpt2_the_least_moves_when_a_replica_comes_and_twice_that_when_one_goes(replicas, level):
+    """The least: what the new one is to have, or what the lost one had. A replica then has few runs, too."""
+    outline, counts = gpt(768, 12), (replicas - 1, replicas)
+    keeps = [Ownership(ParallelPlan.mesh(dp=n, layers=14).with_zero(level), outline) for n in counts]
+    few, many = ([keeps[at].pieces(rank, "optimizer") for rank in range(n)] for at, n in enumerate(counts))
+    had = [sum(piece.size for piece in pieces) for pieces in many]
+    assert moved(few, many, range(replicas)) <= 1.02 * sum(had) / replicas
+    for gone in {0, replicas // 2, replicas - 1}:
+        left = [[rank] for rank in range(replicas) if rank != gone]
+        seats = [place for (place,) in keep_replica_numbers(left, {rank: rank for rank in range(replicas)})]
+        assert had[gone] <= moved(many, few, seats) <= 2 * had[gone]
+    tensors = sum(map(len, outline.elements))
+    assert all(len(keeps[1].runs(0, 0, replica)) <= tensors + 2 * replicas for replica in range(replicas))
 
 
 def test_a_thousand_ranks_and_thousands_of_parameters_take_seconds():
