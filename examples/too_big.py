@@ -35,12 +35,12 @@ SIZE = {"width": 640, "depth": 10, "heads": 10, "context": 16}
 ROOM_MIB = 190
 """What a worker may use for what the memory sheet counts (`placement.worker_memory_mib`), half of AdamW's state. So little
 that nothing fits without all of ZeRO stage 3 with parameters layer by layer, recomputation and optimizer state in files."""
-LIMIT_MIB = ROOM_MIB + 520
-"""RLIMIT_DATA above what a process has when it begins, less than the plan of the job takes: the rest is for messages, stacks of
-threads, what heaps reserve, and what a worker has of both generations while it takes over from a lost one."""
+LIMIT_MIB = ROOM_MIB + 170
+"""RLIMIT_DATA above what a process has before it builds the model, less than AdamW's state takes: the rest is for messages,
+stacks of threads, what heaps reserve, and what a worker is sent while it takes over from a lost one."""
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 """RLIMIT_DATA counts what heaps reserve, too, and each thread would have one."""
-STEPS, KILLED_AFTER = 4, 2
+STEPS, KILLED_AFTER = 4, 3
 JOB = [
     *(f"model.args.{name}={value}" for name, value in SIZE.items()),
     f"data.args.context={SIZE['context']}",

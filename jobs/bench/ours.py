@@ -23,6 +23,7 @@ from raypar.plan import MicrobatchRouting, ParallelPlan, StagePlan
 from raypar.plan.microbatches import MAX_STEPS
 from raypar.plan.pieces import AdoptPlanCommand
 from raypar.schedule import registry
+from raypar.schedule.gathering import gathers_in_pass
 from raypar.worker.layer_graph_of_job import make_layer_graph
 from raypar.worker.make_worker_assignments import make_worker_assignments
 from raypar.worker.process.allocator_and_garbage_collector import (
@@ -232,7 +233,7 @@ class Raypar:
     ) -> None:
         """`host`: the worker's address on a host of its own; None: the workers share this machine."""
         self.plan, self.rank, self.trace = plan, rank, trace
-        keep_freed_memory()  # as worker_actor does
+        keep_freed_memory(large_blocks=not gathers_in_pass(plan))  # as worker_actor does
         self.core = WorkerCore(spec)
         routing, connections = MicrobatchRouting(plan, spec.batching), self.core.graph.crossing(plan)
         order = registry.build_schedule(schedule, routing, connections=connections)

@@ -152,6 +152,7 @@ class WorkerActor:
             freeze_existing_objects,
             garbage_collector_paused,
             keep_freed_memory,
+            large_blocks_returned,
         )
 
         with garbage_collector_paused():
@@ -183,9 +184,10 @@ class WorkerActor:
             key = socket_name(self.credential.secret, ray.get_runtime_context().get_node_id())
             told = StreamFeedJob(self.pickled_spec, key, self.filesystems)
             stream_process = StreamFeedProcess(told, self.spec.data.label)
-        self.core = core = WorkerCore(
-            self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S, stream_process=stream_process
-        )
+        with large_blocks_returned():  # of layers that are made to be looked at
+            self.core = core = WorkerCore(
+                self.spec, device=device, guard=guard, step_timeout_s=STEP_TIMEOUT_S, stream_process=stream_process
+            )
         self.elastic_worker = ElasticWorker(core, self.number)
         self.generation_guard = GenerationGuard(self.number, self.elastic_worker)
         warm_up_process(core, data=joining)
@@ -204,11 +206,18 @@ class WorkerActor:
 
         def build() -> AdoptedStages | None:
             from raypar.comm.routine import run_routine
-            from raypar.worker.process.allocator_and_garbage_collector import freeze_existing_objects, return_unused_memory
+            from raypar.schedule.gathering import gathers_in_pass
+            from raypar.worker.process.allocator_and_garbage_collector import (
+                freeze_existing_objects,
+                keep_freed_memory,
+                return_unused_memory,
+            )
 
             self.generation_guard.enter_generation(generation, f"generation {generation} begins")
             self._end_if_stuck()
             made = pickle.loads(part)
+            if made.assignment is not None:
+                keep_freed_memory(large_blocks=not gathers_in_pass(made.assignment.plan))
 
             def connect() -> Transport:
                 self._end_if_stuck()  # the former transport has been closed meanwhile

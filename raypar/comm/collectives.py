@@ -124,6 +124,10 @@ class MessageBasedTransport(ABC):
     def close(self) -> None:
         """See `Transport.close`."""
 
+    def forget_freed_memory(self) -> None:
+        """See `Transport.forget_freed_memory`."""
+        self.pool.clear()
+
     def run_before(
         self,
         operation: str,

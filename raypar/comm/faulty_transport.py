@@ -155,6 +155,10 @@ class FaultyTransport:
         """See `Transport.can_share_memory`."""
         return self.inner.can_share_memory(rank)
 
+    def forget_freed_memory(self) -> None:
+        """See `Transport.forget_freed_memory`."""
+        self.inner.forget_freed_memory()
+
     def run_before(
         self,
         operation: str,

@@ -176,6 +176,9 @@ class Transport(Protocol):
         For code that computes for long between two operations, and whose results nobody would take any more.
         """
 
+    def forget_freed_memory(self) -> None:
+        """Give the memory of received tensors that are gone back to the system, and that of others once they are."""
+
     def abort(self, reason: str) -> None:
         """From any thread, at once: every pending and later call on this rank raises `GroupAborted(reason)`."""
 

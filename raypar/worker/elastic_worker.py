@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,9 @@ from raypar.errors import StateNotKeptError
 from raypar.plan.pieces import AdoptedStages, AdoptPlanCommand, Digest, Piece, merge_pieces
 from raypar.plan.shard_ranges import TensorCut
 from raypar.plan.vote_result import VoteResult
+from raypar.schedule.gathering import gathers_in_pass
 from raypar.worker.checkpoint.state_key import PARAMETER, StateKey
+from raypar.worker.process.allocator_and_garbage_collector import large_blocks_returned
 from raypar.worker.required_communicators import device_to_device_rank_pairs
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.state.file_memory import FileMemoryPool, check_folder_for_copies
@@ -175,9 +178,13 @@ class ElasticWorker:
         for name, holdings in received.items():
             base.setdefault(name, []).extend(holdings)
         del received
+        transport.forget_freed_memory()  # so what was received takes none once it is in its place
         assembly = StateAssembly(self.core, self.worker, part, transport.rank, self._whole, base) if moves_state else None
         if assembly is not None:
-            assembly.run()
+            self.core.renew_optimizer_files()
+            frees = self.core.optimizer_files is not None or gathers_in_pass(part.assignment.plan)
+            with large_blocks_returned() if frees else nullcontext():
+                assembly.run()
         self.adopt_description = self.core.adopt(
             part.assignment,
             transport,

@@ -30,6 +30,7 @@ from raypar.plan.pieces import AdoptedStages
 from raypar.plan.shard_ranges import count_indices
 from raypar.plan.tensor_parallel_layout import TensorParallelLayout
 from raypar.plan.wording import after_steps
+from raypar.schedule.gathering import gathers_in_pass
 from raypar.schedule.instructions import Instruction
 from raypar.schedule.program_assignment import ProgramAssignment
 from raypar.worker.checkpoint.checkpoint_files import CheckpointAt, ShardRecord, load_manifest
@@ -47,7 +48,10 @@ from raypar.worker.metrics.metric import Metric, make_metrics
 from raypar.worker.metrics.metric_state import State
 from raypar.worker.metrics.stage_metrics import StageMetrics, pack_states
 from raypar.worker.plain_microbatches import MICROBATCHES, NotCompared, refuse_large_models
-from raypar.worker.process.allocator_and_garbage_collector import large_blocks_returned
+from raypar.worker.process.allocator_and_garbage_collector import (
+    collect_what_came_since_freeze,
+    large_blocks_returned,
+)
 from raypar.worker.process.environment_and_signals_guard import StateWarnings
 from raypar.worker.process.generators_in_turn import GeneratorsInTurn
 from raypar.worker.process.gpu_setup import DeviceBatchSource
@@ -212,11 +216,12 @@ class WorkerCore:
         self.release_stages()
         self.assignment, self.transport, self.rank = assignment, transport, transport.rank
         self.ownership, self.nodes = self.ownership_of(assignment.plan), tuple(nodes)
-        self.optimizer_files = self._make_files()  # new ones: those of the plan before are gone with its state
+        if values is None or self.optimizer_files is None:
+            self.renew_optimizer_files()
         self._open_activation_place()
         builder = self._builder(assignment, transport)
         self.not_moved = None
-        frees = any(stage.gather_in_effect not in (None, "step") for stage in assignment.plan.stages)
+        frees = gathers_in_pass(assignment.plan)
         with large_blocks_returned() if frees else contextlib.nullcontext():  # else heaps keep what whole parameters had
             self.stages, runs, digests = builder.build_stages(values, unfilled=load is not None)
             self.step_commit = builder.build_step_commit(self.stages, runs, self.learning_rates)
@@ -253,6 +258,8 @@ class WorkerCore:
         del self.interpreter, self.validation_interpreter
         for stage in former.values():
             stage.release()
+        former.clear()
+        collect_what_came_since_freeze()
 
     def _shapes_here(self) -> dict[str, tuple[int, ...]]:
         """Parameter -> its shape here, that of all virtual shards of this worker together."""
@@ -293,6 +300,10 @@ class WorkerCore:
             self.activation_place = HostActivations(self.device)
         else:
             self.activation_place = None if where is None else ActivationFile(where, self.step_timeout_s)
+
+    def renew_optimizer_files(self) -> None:
+        """Have new files for the state under the next plan; those of the plan before are gone with its state."""
+        self.optimizer_files = self._make_files()
 
     def _make_files(self) -> FileMemoryPool | None:
         """Files for state in `plan.optimizer_in`, each gone when its tensor is; None without it."""
@@ -583,6 +594,8 @@ class WorkerCore:
         start = time.perf_counter_ns()
         yield from self.step_commit.gather.finish()
         yield from self.interpreter.run(self.assignment.program, step, trace=trace)
+        if self.transport is not None and gathers_in_pass(self.assignment.plan):
+            self.transport.forget_freed_memory()  # that of messages which came before they were waited for
         metrics = self._compute_metrics() if measured else {}
         self._compared |= self._to_compare
         end = time.perf_counter_ns()
@@ -769,7 +782,7 @@ class WorkerCore:
         `CheckpointError`."""
         optimizers = {} if only_weights else self.step_commit.optimizers
         initial = initial_values_of(self.graph, self.spec.seed)
-        files = self._make_files()
+        files = self.optimizer_files
         with large_blocks_returned() if files is not None else contextlib.nullcontext():
             restore_from_checkpoint(checkpoint, self.stages, optimizers, initial, self.step_commit.owned, files=files)
         if self.spec.loss_scaling is not None and not only_weights:

@@ -218,6 +218,23 @@ def test_every_transport_has_the_protocol(pair):
     assert all(isinstance(end, Transport) for end in pair)
 
 
+def test_memory_of_messages_is_kept_until_it_is_to_be_forgotten_and_what_was_received_stays(pair):
+    def receive(value):
+        sent = torch.full((1 << 18,), value)
+        handles = [pair[1].send(sent, to=0, tag=1), pair[0].recv(None, source=1, tag=1)]
+        for handle in handles:
+            handle.wait(LIMIT_S)
+        return handles[1].tensor()
+
+    receive(1.0)
+    pool = getattr(pair[0], "control", pair[0]).pool
+    kept = pool.held_bytes
+    held = receive(2.0)
+    assert pool.held_bytes == kept and isinstance(held, torch.Tensor)
+    pair[0].forget_freed_memory()
+    assert pool.held_bytes == 0 and (held == 2).all() and (receive(3.0) == 3).all() and (held == 2).all()
+
+
 def test_a_timeout_names_operation_peer_and_tag(pair):
     handle = pair[0].recv(None, source=1, tag=77)
     start = time.monotonic()

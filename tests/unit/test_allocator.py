@@ -35,6 +35,71 @@ def test_freed_memory_is_kept_until_it_is_given_back():
     assert full - freed <= 4 and freed - returned >= 60
 
 
+LARGE = """
+import ctypes
+import psutil
+from raypar.worker.process.allocator_and_garbage_collector import keep_freed_memory, large_blocks_returned
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+sizes = []
+for large_blocks in (False, True):
+    keep_freed_memory(large_blocks=large_blocks)
+    with large_blocks_returned():
+        pass
+    for nbytes in (2 << 20, 64 << 10):
+        blocks = [libc.malloc(nbytes) for _ in range((64 << 20) // nbytes)]
+        between = []
+        for block in blocks:
+            ctypes.memset(block, 1, nbytes)
+            between.append(libc.malloc(2000))
+        full = psutil.Process().memory_info().rss
+        for block in blocks:
+            libc.free(block)
+        sizes.append((full - psutil.Process().memory_info().rss) >> 20)
+print(*sizes)
+"""
+
+
+def test_large_blocks_are_returned_at_once_where_they_are_not_to_be_kept_and_small_ones_are_kept():
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=60, check=True)
+    returned, *kept = map(int, done.stdout.split())
+    assert returned >= 60 and max(kept) <= 4
+
+
+CIRCLE = """
+import gc
+import weakref
+from raypar.worker.process.allocator_and_garbage_collector import collect_what_came_since_freeze, freeze_existing_objects
+
+
+class Step:
+    pass
+
+
+def circle():
+    made = Step()
+    made.self = made
+    return weakref.ref(made)
+
+
+gc.disable()
+found = []
+for freezes in (False, True):
+    if freezes:
+        freeze_existing_objects(collect=True)
+    left = circle()
+    collect_what_came_since_freeze()
+    found.append(left() is None)
+print(*found)
+"""
+
+
+def test_circles_that_came_since_the_last_freeze_are_freed_and_without_one_nothing_is_looked_through():
+    done = subprocess.run([sys.executable, "-c", CIRCLE], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
 FAULTS = """
 import resource
 from contextlib import nullcontext

@@ -326,6 +326,10 @@ class NcclTransport(PendingOperations):
             elif ending:
                 self._wait_until_streams_have_ended()
 
+    def forget_freed_memory(self) -> None:
+        """See `Transport.forget_freed_memory`: in host memory. That of devices is PyTorch's allocator's."""
+        self.control.forget_freed_memory()
+
     def close(self) -> None:
         """See `Transport.close`. A rank that has nothing in flight leaves without disturbing the others."""
         with self._ending:

@@ -361,6 +361,7 @@ class Stage:
                 vars(part).pop("forward", None)
                 vars(part).pop("stash", None)
         self.hooks.release()
+        self.weights.gathers = None
         vars(self).clear()
 
     def _train(self, mode: bool) -> None:

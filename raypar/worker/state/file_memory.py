@@ -85,6 +85,10 @@ class FileMemoryPool(BufferPool):
         """A contiguous copy of a tensor in host memory: in a file, unless it is small."""
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies at the beginning of one of the files."""
+        return tensor.data_ptr() in self._mapped
+
     def read_ahead(self, tensor: Tensor) -> None:
         """Have the system begin to read the file of a tensor, if it lies at the beginning of a block; waits for nothing."""
         mapped = self._mapped.get(tensor.data_ptr())

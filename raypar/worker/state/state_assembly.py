@@ -28,11 +28,12 @@ from raypar.plan.shard_ranges import (
 )
 from raypar.plan.tensor_parallel_layout import shard_slice_shape
 from raypar.plan.wording import after_steps
-from raypar.worker.checkpoint.state_key import PARAMETER
+from raypar.worker.checkpoint.state_key import AVERAGE, OPTIMIZER, PARAMETER, StateKey
 from raypar.worker.layer_precisions import dtype_of_job
 from raypar.worker.stage.initial_state import InitialStageState
 from raypar.worker.stage.stage_in_virtual_shards import ShardOfStage
 from raypar.worker.stage.tensors_without_memory import without_memory
+from raypar.worker.state.file_memory import FileMemoryPool
 from raypar.worker.state.parameter_state import (
     ParameterSlice,
     ParameterState,
@@ -42,6 +43,7 @@ from raypar.worker.state.parameter_state import (
     part_of_run,
     tensor_in,
 )
+from raypar.worker.step.optimizer_state import Value
 from raypar.worker.step.owned_parameters import run_key
 from raypar.worker.worker_core import WorkerCore
 
@@ -129,10 +131,16 @@ class StateAssembly:
             raise self._lacks(name)
         kept, is_new = made[0], made[1] and id(tensor_in(made[0])) not in self._taken
         kept = {key: self._own(value, copy=not is_new) if isinstance(value, Tensor) else value for key, value in kept.items()}
+        kept = self._in_files(kept)
         self._taken.add(id(tensor_in(kept)))
         self.stages[wanted.index].values[name] = tensor_in(kept)
         self.kept[wanted.index][name] = kept
         return [ParameterState(kept, place)]
+
+    def _in_files(self, state: StateByKey) -> StateByKey:
+        """The same state, where that of the optimizer is in files if it is to lie there: so memory never holds all of it."""
+        files = self.core.optimizer_files
+        return state if files is None else {key: _moved(key, value, files) for key, value in state.items()}
 
     def _own(self, value: Tensor, *, copy: bool) -> Tensor:
         return value.to(self.core.device if value.dim() else value.device, copy=copy)
@@ -150,6 +158,7 @@ class StateAssembly:
             state = copy_elements(self.base.get(name, ()), spans, self.whole_cut(name), self.core.device)
             if state is None:
                 raise self._lacks(name)
+            state = self._in_files(state)
             if wanted.waits_for_gather:
                 stage.runs[OwnedRun(name, start, stop)] = tensor_in(state)
             else:
@@ -202,3 +211,10 @@ def _parts_by_span(state: StateByKey, spans: IndexRanges) -> list[ParameterState
         found.append(ParameterState(part_of_run(state, here), ParameterSlice(start=start)))
         before = here.stop
     return found
+
+
+def _moved(key: StateKey, value: Value, files: FileMemoryPool) -> Value:
+    """An entry of a parameter's state, in a file if it is one of those that are offloaded, and large enough."""
+    if key.kind not in (OPTIMIZER, AVERAGE.kind) or not isinstance(value, Tensor):
+        return value
+    return value if value.nbytes < files.small_bytes or files.has(value) else files.copy_of(value)

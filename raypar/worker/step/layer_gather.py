@@ -128,6 +128,11 @@ class LayerGather:
 
     # -- parts of it -----------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Break the circles of references of a pass that was not ended; nothing is gathered any more."""
+        self._next, self._there = (), {}
+        self.requests.serving.clear()
+
     def _own_next(self) -> list[int]:
         """The layer here of what the worker computes with next."""
         return [layer for gather, layer in self._next if gather is self]

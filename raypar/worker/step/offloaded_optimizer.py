@@ -80,6 +80,8 @@ class StateInFiles:
                     continue
                 if there is not None and _lie_alike(there, value):
                     there.copy_(value)
+                elif self._pool.has(value):
+                    there = self._there[id(parameter), name] = value.detach()
                 else:
                     there = self._there[id(parameter), name] = self._pool.copy_of(value)
                 value.data = there

@@ -285,6 +285,12 @@ class ParameterGather:
         for gather in self._of_stage(index):
             gather.free_all()
 
+    def close(self) -> None:
+        """Let go of what a pass that was not ended has under way."""
+        self._uses.clear()
+        for gather in self.layers.values():
+            gather.close()
+
     def end_pass(self) -> None:
         """End the uses of all stages in a pass."""
         for gather in self.layers.values():

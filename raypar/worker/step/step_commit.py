@@ -592,6 +592,7 @@ class StepCommit:
     def release(self) -> None:
         """Let go of stages, optimizers and gradients; what was decided stays known."""
         self.stages, self.reductions, self.owned, self.optimizers = {}, {}, {}, {}
+        self.gather.close()
         self.gather, self.can_apply_late = ParameterGather({}), False
         self.before_vote = self.while_votes_arrive = self.gather_metrics = self.order_digest = None
         self._reduced_uses, self._settled, self._settled_runs = None, {}, {}
