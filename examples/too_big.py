@@ -109,7 +109,7 @@ def kill_an_owner(run: Path) -> None:
 def plan_of_error(printed: str) -> list[str]:
     """The settings of the first plan that an error says fits."""
     found = re.search(r"predicted to fit: (.+?) \(", printed)
-    return found[1].split(" with ") if found else sys.exit("there is no error that names a plan that fits")
+    return re.findall(r"[a-z]+\.\w+=\S+", found[1]) if found else sys.exit("there is no error that names a plan that fits")
 
 
 def hash_of_weights(code: int, printed: str) -> str:
