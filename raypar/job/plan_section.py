@@ -169,9 +169,9 @@ class PlanConfig(Section):
     """ZeRO: which state the replicas of a stage divide. 0: each has everything. 1: each has a part of the optimizer's state
     (and of float32 masters), steps it, and gets the other parameters from their owners. 2: each also frees the gradients of
     the others' parts once they are reduced. 3: each also frees the others' parameters after their last use in a step, and gets
-    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: of all stages, `gather`,
-    `gradients` and `recompute` with which the memory sheet of the largest worker fits into its memory, what is predicted to
-    take least time. Results do not depend on it."""
+    them again before the next, frozen ones too. One number, or a list with one per stage; `auto`: of the ZeRO
+    stages, with every `gather`, and `gradients` and `recompute` where these are `auto`, what is predicted to take least time of
+    all with which the memory sheet of the largest worker fits into its memory. Results do not depend on it."""
     zero_holders: Annotated[int, Field(ge=1, le=2), CLIENT] = 1
     """How many replicas hold, and step, each part of the state that replicas divide (`zero`). 1: if its only holder dies, all
     go back to the mirror's last copy. 2: the other one goes on, as without `zero`, for twice the memory of each part; with
