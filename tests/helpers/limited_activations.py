@@ -1,13 +1,15 @@
-"""`python -m helpers.limited_activations FOLDER ROOM_MIB`: trains with activations in a file of a folder (`-`: in memory),
-under a limit on the data of this process (RLIMIT_DATA), ROOM_MIB above what it has when the model is built (0: none).
+"""`python -m helpers.limited_activations SCHEDULE FOLDER ROOM_MIB`: trains with activations in a file of a folder (`-`: in
+memory), under a limit on the data of this process (RLIMIT_DATA), ROOM_MIB above what it has when the model is built (0: none).
 
-Twelve microbatches are in flight, each with activations of about 13 MiB. Prints the hash of the weights.
+Under gpipe twelve microbatches are in flight, each with activations of about 13 MiB; under 1f1b one of about 390 MiB. Prints
+the hash of the weights.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from helpers.limited_memory import limit_data
@@ -19,22 +21,43 @@ from raypar.worker.norm_and_weights_hash import weights_hash
 from raypar.worker.process.allocator_and_garbage_collector import large_blocks_returned
 from raypar.worker.run_in_one_process import OneProcessRun
 
-LAYERS, WIDTH, ROWS, MICROBATCHES, STEPS = 6, 256, 2048, 12, 1
-KEPT_MIB = LAYERS * MICROBATCHES * WIDTH * ROWS * 4 >> 20
-"""What the layers save of all microbatches, at least."""
-ROOM_MIB = 100
-"""With which it trains if activations are offloaded: those of two microbatches, what is to be written, and a layer."""
+WIDTH, STEPS = 256, 1
 
 
-def model() -> nn.Sequential:
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a model and its step."""
+
+    layers: int
+    rows: int
+    microbatches: int
+    in_flight: int
+    """Microbatches between forward and backward."""
+    room_mib: int
+    """With which it trains if activations are offloaded."""
+
+    @property
+    def kept_mib(self) -> int:
+        """What the layers save of the microbatches in flight, at least."""
+        return self.layers * self.in_flight * WIDTH * self.rows * 4 >> 20
+
+
+CASES = {
+    "gpipe": Case(layers=6, rows=2048, microbatches=12, in_flight=12, room_mib=100),
+    "1f1b": Case(layers=12, rows=32768, microbatches=2, in_flight=1, room_mib=250),
+}
+"""By schedule. With 1f1b there is room for two layers, one that is to be written, and what a layer computes with: four."""
+
+
+def model(layers: int) -> nn.Sequential:
     return nn.Sequential(
-        OrderedDict((f"layer{i}", nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())) for i in range(LAYERS))
+        OrderedDict((f"layer{i}", nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())) for i in range(layers))
     )
 
 
-def samples() -> list[tuple[Tensor, Tensor]]:
+def samples(rows: int) -> list[tuple[Tensor, Tensor]]:
     dice = torch.Generator().manual_seed(0)
-    return [(torch.randn(ROWS, WIDTH, generator=dice), torch.zeros(1)) for _ in range(2)]
+    return [(torch.randn(rows, WIDTH, generator=dice), torch.zeros(1)) for _ in range(2)]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -44,36 +67,37 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 class Samples:
     """Two samples, read again and again."""
 
-    def __init__(self) -> None:
-        self.made = samples()
+    def __init__(self, rows: int, count: int) -> None:
+        self.made, self.count = samples(rows), count
 
     def __len__(self) -> int:
-        return MICROBATCHES
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.made[index % 2]
 
 
-def job_of(folder: str | None) -> Job:
+def job_of(case: Case, folder: str | None) -> Job:
     """The job; `folder`: for its activations."""
     return Job(
         steps=STEPS,
-        batch_size=MICROBATCHES,
-        microbatches=MICROBATCHES,
-        model=ModelConfig(function=model),
+        batch_size=case.microbatches,
+        microbatches=case.microbatches,
+        model=ModelConfig(function=model, args={"layers": case.layers}),
         loss=LossConfig(function=loss),
-        data=DataConfig(function=Samples),
+        data=DataConfig(function=Samples, args={"rows": case.rows, "count": case.microbatches}),
         optimizer=OptimizerConfig(function="torch.optim:SGD", args={"lr": 0.1}),
         plan=PlanConfig(activations_in=folder),
     )
 
 
-def main(folder: str, room_mib: str) -> None:
-    spec = job_of(None if folder == "-" else folder)
-    plan = ParallelPlan.mesh(layers=LAYERS).with_offload(() if folder == "-" else range(LAYERS))
+def main(schedule: str, folder: str, room_mib: str) -> None:
+    case = CASES[schedule]
+    spec = job_of(case, None if folder == "-" else folder)
+    plan = ParallelPlan.mesh(layers=case.layers).with_offload(() if folder == "-" else range(case.layers))
     with (
         large_blocks_returned(),  # else chance decides how much of what was freed can be used again
-        OneProcessRun(spec, plan, "gpipe") as run,
+        OneProcessRun(spec, plan, schedule) as run,
     ):
         if int(room_mib):
             limit_data(int(room_mib))
