@@ -12,6 +12,7 @@ from helpers.trainee import Trainee, kill
 from examples import gpt
 from raypar.actors.generation_change import GenerationChange
 from raypar.actors.messages import RunRequest
+from raypar.actors.node_loss import NodeLossTracker
 from raypar.actors.plan_cache import PlanCache
 from raypar.actors.ray_connection import connect_ray
 from raypar.elastic import actions as do
@@ -45,6 +46,7 @@ def told(now: ParallelPlan, then: ParallelPlan) -> GenerationStart:
     made = make_with(
         GenerationChange,
         plans=plans_of(FOUR),
+        registry=SimpleNamespace(node_losses=NodeLossTracker()),
         side_effects=SimpleNamespace(note=events.append, aside=lambda *given: None),
         recorder=SimpleNamespace(write_plan_file=None),
         tasks=SimpleNamespace(spawn=lambda routine: routine.close()),

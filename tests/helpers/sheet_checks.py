@@ -48,8 +48,8 @@ def check_kept(job: Job, graph: Graph, plan: ParallelPlan, schedule: str, monkey
     storages.watch(monkeypatch)
 
     def settle(rank: int) -> None:
-        if (file := run.cores[rank].activation_file) is not None:
-            file.settle()  # what was on its way to it is gone
+        if (place := run.cores[rank].activation_place) is not None:
+            place.settle()  # what was on its way to it is gone
 
     storages.settle = settle
     with OneProcessRun(job, plan, orders, graph=graph) as run:

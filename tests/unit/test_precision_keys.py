@@ -108,7 +108,7 @@ REFUSED = {
     ),
     ("precision.compute=fp16", "precision.loss_scale.init_scale=1000"): (
         "precision.loss_scale.init_scale: expected a power of two (65536, 2, 0.5, ...) from 2^-24 to 2^127, got 1000 (int)",
-        "correct precision.loss_scale.init_scale in the job file",
+        "correct --set precision.loss_scale.init_scale",
     ),
     ("precision.compute=fp16", "precision.loss_scale.backoff_factor=1"): (
         "precision.loss_scale.backoff_factor: expected less than 1, got 1 (int)",

@@ -29,6 +29,7 @@ from raypar.torch_compat import (
     lazy_copies,
     modules,
     multi_tensor,
+    printing,
     process_state,
     pytree,
     storages,
@@ -262,6 +263,12 @@ CASES: dict[str, Case] = {
         {"torch._lazy_clone": GONE},
         lambda: lazy_copies.lazy_copy(torch.ones(2)).add_(1.0).tolist(),
         [2.0, 2.0],
+    ),
+    "tensors printed otherwise": (
+        printing.PRINTING,
+        {"torch._tensor_str._str": lambda *given, **more: "1.0"},
+        printing.print_tensors_without_memory,
+        None,
     ),
     "inference mode gone": (
         process_state.INFERENCE,

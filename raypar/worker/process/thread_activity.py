@@ -47,7 +47,7 @@ ACTIVITIES: tuple[tuple[str, str, str], ...] = (
     ("raypar/worker/metrics/stage_metrics.py", "values", "computing the metric {name}"),
     ("raypar/worker/stage/loss.py", "make_loss_function", "making the loss {ref.label}"),
     ("raypar/worker/job_preflight.py", "_check_lr_schedule", "calling the lr_schedule {ref.label}"),
-    ("raypar/worker/job_preflight.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
+    ("raypar/worker/check_layer_shapes.py", "check_layer_shapes", "checking the shapes of layer {layer.name}"),
     ("raypar/model/tensor_parallel/meta_check.py", "check_shards_on_meta", "checking the layers on shards"),
     ("raypar/worker/measure_profile.py", "_profile_layer", "measuring layer {index} (from 0)"),
     ("raypar/worker/measure_profile.py", "profile_loopback", "measuring a connection between two workers"),
