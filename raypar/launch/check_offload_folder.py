@@ -45,7 +45,11 @@ def lines_about_offloading(job: Job) -> tuple[str, ...]:
 def lines_about_new_folders(job: Job) -> tuple[str, ...]:
     """A line for each folder of a job for state or activations that is not on this machine, where workers make it."""
     mirror_in = job.elastic.mirror_in if job.elastic is not None else None
-    folders = {"elastic.mirror_in": mirror_in, "plan.optimizer_in": job.optimizer_in, "plan.activations_in": job.activations_in}
+    folders = {
+        "elastic.mirror_in": mirror_in,
+        "plan.optimizer_in": job.optimizer_in,
+        "plan.activations_in": job.activations_folder,
+    }
     return tuple(
         f"{key} {folder} is not there yet: workers make it in {_existing_part(folder)}"
         for key, folder in folders.items()

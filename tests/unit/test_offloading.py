@@ -8,6 +8,7 @@ from raypar.draw.swimlane_svg import swimlane_svg
 from raypar.draw.text_grid import order_grid
 from raypar.errors import ConfigError, PlanError, ScheduleError
 from raypar.job.read_job import parse_job
+from raypar.launch.check_offload_folder import lines_about_new_folders
 from raypar.plan import Microbatches, MicrobatchRouting, ParallelPlan, StageConnections, offloading
 from raypar.plan.offloading import resolve_offloaded_layers
 from raypar.planner.memory_sheet import describe_changes_that_fit, memory_sheets
@@ -127,6 +128,13 @@ def test_activations_of_gpus_go_to_the_memory_of_the_host():
     assert sheet.activation_files == 0 and sheet.activation_host == (4 + 2 + 4 + 8) * MIB, "in powers of two"
     advice = describe_changes_that_fit(profile, ParallelPlan.mesh(layers=3), "gpipe", Microbatches(6, 6, 24), 50 * MIB)
     assert "or plan.activations_in=host (" in advice
+    assert not lines_about_new_folders(job), "no folder is made"
+
+
+def test_a_folder_that_is_not_there_is_told_with_the_one_in_which_it_is_made(tmp_path):
+    job = parse_job(f"{JOB}plan: {{activations_in: {tmp_path}/fast/disk}}\n")
+    (line,) = lines_about_new_folders(job)
+    assert line == f"plan.activations_in {tmp_path}/fast/disk is not there yet: workers make it in {tmp_path}"
 
 
 # -- where in a schedule -------------------------------------------------------------------------------------------------------
